@@ -1,0 +1,55 @@
+"""metafop learns how to train while it trains: a functional meta-optimizer library on torch.func."""
+
+from metafop import functional, hypergradients, safeguards, tree
+from metafop.online import Online, OnlineCarry
+from metafop.optimizers import SGD, Adam, AdamHyper, Momentum, MomentumHyper, SGDHyper
+from metafop.preconditioners import (
+    Bounded,
+    Dense,
+    Diagonal,
+    Identity,
+    Kronecker,
+    LowRank,
+    Normalized,
+    Rescaled,
+    Scalar,
+    Spatial,
+    assign,
+)
+from metafop.training import Training
+from metafop.types import Carry, Last, Meta, Optimizer, Preconditioner, Seen
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamHyper",
+    "Bounded",
+    "Carry",
+    "Dense",
+    "Diagonal",
+    "Identity",
+    "Kronecker",
+    "Last",
+    "LowRank",
+    "Meta",
+    "Momentum",
+    "MomentumHyper",
+    "Normalized",
+    "Online",
+    "OnlineCarry",
+    "Optimizer",
+    "Preconditioner",
+    "Rescaled",
+    "SGDHyper",
+    "Scalar",
+    "Seen",
+    "Spatial",
+    "Training",
+    "assign",
+    "functional",
+    "hypergradients",
+    "safeguards",
+    "tree",
+]

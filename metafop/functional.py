@@ -1,0 +1,74 @@
+"""Pure losses: from a plain function of the parameters, or from an `nn.Module` with its buffers made explicit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from metafop import tree
+from metafop.types import Batch, Buffers, Loss, Params
+
+_DRAWS = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+def plain(loss: Callable[[Params, Batch], Tensor]) -> Loss:
+    """Return `loss(params, batch)` as a loss that takes buffers and hands them on as they are.
+
+    >>> square = plain(lambda params, batch: (params["w"] - batch).square().sum())
+    >>> square({"w": torch.tensor(3.0)}, {}, torch.tensor(1.0))
+    (tensor(4.), {})
+    """
+
+    def lifted(params: Params, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
+        return loss(params, batch), buffers
+
+    return lifted
+
+
+def from_module(
+    model: nn.Module, loss: Callable[[Callable[..., Any], Batch], Tensor]
+) -> tuple[Loss, Params, Buffers]:
+    """Return a pure loss, and copies of the model's trainable parameters and floating-point buffers.
+
+    `loss(model, batch)` is written as always; the model that it is given computes with the parameters and
+    buffers of the call. The module itself is never changed: parameters that do not require a gradient and
+    integer buffers stay with it, as they were.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> loss, params, buffers = from_module(model, lambda model, batch: model(batch).square().mean())
+    >>> sorted(params)
+    ['bias', 'weight']
+    >>> value, buffers = loss(params, buffers, torch.ones(3, 2))
+    """
+    _refuse_own_randomness(model)
+    params = {k: p.detach().clone() for k, p in model.named_parameters() if p.requires_grad}
+    buffers = {k: b.detach().clone() for k, b in model.named_buffers() if b.is_floating_point()}
+    kept = {k: b for k, b in model.named_buffers() if not b.is_floating_point()}
+
+    def pure(params: Params, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
+        # Modules write into buffers. What they write into is made here and, under vmap, must have the
+        # batch dimensions of everything that may be written.
+        zero = sum(leaf.new_zeros((), dtype=torch.float32) for leaf in tree.leaves((params, batch)))
+        written = {k: b + zero.to(b.dtype) for k, b in buffers.items()}
+        counted = {k: b.clone() for k, b in kept.items()}
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return functional_call(model, (params, written, counted), args, kwargs)
+
+        value = loss(call, batch)
+        return value, written
+
+    return pure, params, buffers
+
+
+def _refuse_own_randomness(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        draws = isinstance(module, _DRAWS) and getattr(module, "p", 1.0) > 0
+        inside = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
+        if module.training and (draws or inside):
+            raise ValueError(
+                f"The module {name or 'itself'} ({module}) draws random numbers in training mode, so that its loss is no "
+                "function of its arguments. Put it in eval mode, or pass the noise with the batch."
+            )

@@ -1,0 +1,254 @@
+"""Learning how to train while training: after each step, how should the last one have been taken?"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.func import vjp
+
+from metafop import tree
+from metafop.optimizers import Free
+from metafop.safeguards import Bound, Guard, scale_free
+from metafop.types import Batch, Buffers, Domain, Info, Last, Meta, Optimizer, Params, Seen, Trains, Tree
+
+Order = Literal["exact", "paper"]
+Credit = Literal["velocity", "gradient"]
+
+
+class OnlineCarry(NamedTuple):
+    """What an online step hands on: the carry of the training below, its meta, and the last step.
+
+    `taken` is 1 once a step was taken and 0 before; `memory` is that of credit, before the last step.
+    """
+
+    carry: Any
+    meta: Meta
+    meta_opt: Tree
+    last_carry: Any
+    last_seen: Seen
+    memory: Tree
+    taken: Tensor
+
+    @property
+    def params(self) -> Params:
+        return self.carry.params
+
+    @property
+    def buffers(self) -> Buffers:
+        return self.carry.buffers
+
+
+@dataclass(frozen=True)
+class Online:
+    """Learns the parts of `meta` that `learn` names, by hypergradient, one step at a time.
+
+    H = ∂⟨∇J(θ), advance(meta, last)⟩ / ∂meta,    meta' = meta_optimizer(meta, H),    θ' = advance(meta', θ)
+
+    `order="paper"` is Algorithm 1 of the paper: it advances with meta instead of meta', so that H is taken at
+    another meta than the one that made θ. `credit` is what P is credited with: the last gradient alone
+    (`"gradient"`, the paper) or all that the optimizer's movement is made of (`"velocity"`). A `null_step`
+    takes the last step again, with what was learned from it, whenever the loss rose; it means something only
+    if every batch is the same. Why the defaults are what they are: docs/concepts.md.
+
+    Learning rates move as log lr, decays as log decay / (1 - decay), matrices as they are. It is itself a
+    training, steered by Meta(hyper of the meta-optimizer, {}): it can be learned by another.
+
+    >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] * batch).square().sum())
+    >>> training, params = Training(loss, SGD(), {"w": Dense()}), {"w": torch.ones(2)}
+    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.01)), training.init(params)
+    >>> online = Online(training, Adam())
+    >>> steer, state = online.meta(meta, Adam().hyper(lr=0.1)), online.init(meta, carry)
+    >>> for _ in range(10):
+    ...     state, info = online.step(steer, state, torch.tensor([1.0, 3.0]))
+    >>> bool(state.meta.precond["w"].trace() > 2)
+    True
+    """
+
+    training: Trains
+    meta_optimizer: Optimizer
+    learn: tuple[str, ...] = ("precond",)
+    order: Order = "exact"
+    credit: Credit = "velocity"
+    guards: tuple[Guard, ...] = (scale_free,)
+    bounds: tuple[Bound, ...] = ()
+    null_step: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, options in (
+            ("order", self.order, get_args(Order)),
+            ("credit", self.credit, get_args(Credit)),
+        ):
+            if value not in options:
+                raise ValueError(f"Online takes {name} as one of {options}, got {value!r}. Pass one of them.")
+        if not isinstance(self.learn, tuple) or not self.learn:
+            raise ValueError(
+                f'Online learns a tuple of names, got learn={self.learn!r}. Pass for example ("precond", "hyper.lr").'
+            )
+        if isinstance(self.training, Online) and self.training.order == "paper":
+            raise ValueError(
+                'Online cannot learn one of order="paper": its step does not depend on its own meta until the next. '
+                'Use order="exact" below.'
+            )
+
+    @property
+    def domains(self) -> Mapping[str, Domain]:
+        return self.meta_optimizer.domains
+
+    def meta(self, meta: Meta, hyper: Any) -> Meta:
+        """Return the meta-optimizer's `hyper`, in the precision of what is learned, as what steers this learner."""
+        self._check_learn(meta)
+        learned = self._learned(meta)
+        for name, value in zip(hyper._fields, hyper, strict=True):
+            if isinstance(value, dict) and value.keys() != learned.keys():
+                raise ValueError(
+                    f"The meta-optimizer's {name} names {sorted(value)}, but learned are {sorted(learned)}. "
+                    "Give one value for each, or one scalar for all."
+                )
+        first = next(iter(learned.values()))
+        return Meta(tree.map(lambda x: x.to(device=first.device, dtype=first.dtype), hyper), {})
+
+    def init(self, meta: Meta, carry: Any) -> OnlineCarry:
+        self._check_learn(meta)
+        self.training.check(meta, carry)
+        learned = self._learned(meta)
+        for name, value in learned.items():
+            domain = self._domain(name)
+            if value.dim() == 0 and tree.is_concrete(value) and not domain.inside(value.item()):
+                raise ValueError(
+                    f"Online cannot learn {name} from {value.item():g}, on the boundary of its range: it would stay there. "
+                    "Start inside, or leave it out of learn."
+                )
+        value = next(iter(carry.params.values()))
+        nothing = Seen(
+            value.new_zeros((), dtype=torch.promote_types(value.dtype, torch.float32)),
+            tree.zeros_like(carry.params),
+            carry.buffers,
+        )
+        memory = self.training.init_memory(carry) if self.credit == "velocity" else ()
+        meta_opt = self.meta_optimizer.init(learned)
+        return OnlineCarry(carry, meta, meta_opt, carry, nothing, memory, torch.zeros_like(nothing.value))
+
+    def evaluate(self, state: OnlineCarry, batch: Batch) -> Seen:
+        return self.training.evaluate(state.carry, batch)
+
+    def advance(self, meta: Meta, state: OnlineCarry, seen: Seen) -> tuple[OnlineCarry, Info]:
+        finite = tree.all_finite((seen.value, seen.grads))
+        seen = _coasting(finite, seen, state.buffers)
+
+        # Learn: how should the last step have been taken?
+        last, memory = self._last(state)
+        grads = self._hypergradient(state, last, seen)
+        moves = finite & tree.all_finite(grads) & (state.taken > 0)
+        learned, meta_opt, moves = self._moved(meta, state, grads, moves)
+        new_meta = tree.replace(state.meta, learned)
+
+        # Then take the next one; or, if the loss rose, the last one again.
+        carry, info = state.carry, {"finite": finite, "moved": moves}
+        if self.null_step:
+            rose = (state.taken > 0) & ~(seen.value <= state.last_seen.value)
+            carry, seen, memory = tree.where(
+                rose, (state.last_carry, state.last_seen, state.memory), (carry, seen, memory)
+            )
+            info["rose"] = rose
+        used = new_meta if self.order == "exact" else state.meta
+        new_carry, below = self.training.advance(used, carry, seen)
+        new_state = OnlineCarry(
+            new_carry, new_meta, meta_opt, carry, seen, memory, torch.ones_like(state.taken)
+        )
+        return new_state, {("" if k == "value" else "below.") + k: v for k, v in below.items()} | info
+
+    def step(self, meta: Meta, state: OnlineCarry, batch: Batch) -> tuple[OnlineCarry, Info]:
+        return self.advance(meta, state, self.evaluate(state, batch))
+
+    def pullback(self, meta: Meta, last: Last, cotangent: Params) -> Meta:
+        """The VJP of `advance` in meta: through the meta-optimizer's step and the training step after it."""
+
+        def params(meta: Meta) -> Params:
+            state, _ = self.advance(meta, last.carry, last.seen)
+            return state.params
+
+        _, pull = vjp(params, meta)
+        return pull(cotangent)[0]
+
+    def init_memory(self, state: OnlineCarry) -> tuple[()]:
+        return ()
+
+    def credited(self, meta: Meta, memory: tuple[()], grads: Params) -> tuple[tuple[()], tuple[()]]:
+        """Its own gradient takes all the credit: the pullback above is the derivative of the whole step."""
+        return (), ()
+
+    def check(self, meta: Meta, state: OnlineCarry) -> None:
+        """Refuse a meta whose hyperparameters are named for other things than are learned."""
+        self.meta(state.meta, meta.hyper)
+
+    def _check_learn(self, meta: Meta) -> None:
+        names = tree.named(meta)
+        for part in self.learn:
+            if not any(name == part or name.startswith(f"{part}.") for name in names):
+                raise ValueError(
+                    f"Online is to learn {part!r}, but meta holds only {sorted(names)}. "
+                    "Name one of these or the start of one, or give the training a preconditioner to learn."
+                )
+
+    def _last(self, state: OnlineCarry) -> tuple[Last, Tree]:
+        """Return the last step with its credit, and the memory after it."""
+        if self.credit == "gradient":
+            return Last(state.last_carry, state.last_seen, ()), ()
+        credit, memory = self.training.credited(state.meta, state.memory, state.last_seen.grads)
+        return Last(state.last_carry, state.last_seen, credit), memory
+
+    def _hypergradient(self, state: OnlineCarry, last: Last, seen: Seen) -> dict[str, Tensor]:
+        """Return the guarded derivative in the coordinate of each learned leaf."""
+        values, pulled = self._learned(state.meta), self.training.pullback(state.meta, last, seen.grads)
+        chained = {
+            name: self._domain(name).chain(values[name], h) if name in values else torch.zeros_like(h)
+            for name, h in tree.named(pulled).items()
+        }
+        grads = tree.replace(pulled, chained)
+        for guard in self.guards:
+            grads = guard(grads, state.params, last, seen)
+        return self._learned(grads)
+
+    def _moved(
+        self, meta: Meta, state: OnlineCarry, grads: dict[str, Tensor], moves: Tensor
+    ) -> tuple[dict[str, Tensor], Tree, Tensor]:
+        """Return the learned leaves and the meta-optimizer's state after its step, and whether it was taken."""
+        values = self._learned(state.meta)
+        old = {name: self._domain(name).coordinate(value) for name, value in values.items()}
+        # What is not used must be finite too: a derivative through `where` multiplies it by zero.
+        usable = {name: torch.where(moves, h, 0.0) for name, h in grads.items()}
+        new, meta_opt = self.meta_optimizer.update(meta.hyper, old, state.meta_opt, usable)
+        moved = {name: self._domain(name).moved(value, old[name], new[name]) for name, value in values.items()}
+        bounded = tree.replace(state.meta, moved)
+        for bound in self.bounds:
+            bounded = bound(bounded)
+        moved = self._learned(bounded)
+        moves = moves & tree.all_finite(moved)
+        learned, meta_opt = tree.where(moves, (moved, meta_opt), (values, state.meta_opt))
+        return learned, meta_opt, moves
+
+    def _learned(self, meta: Meta) -> dict[str, Tensor]:
+        """Return the leaves that `learn` names, by name."""
+        return {
+            name: leaf
+            for name, leaf in tree.named(meta).items()
+            if any(name == part or name.startswith(f"{part}.") for part in self.learn)
+        }
+
+    def _domain(self, name: str) -> Domain:
+        part, _, rest = name.partition(".")
+        return self.training.domains[rest.partition(".")[0]] if part == "hyper" else _FREE
+
+
+_FREE = Free()
+
+
+def _coasting(finite: Tensor, seen: Seen, buffers: Buffers) -> Seen:
+    """Return what was seen, or, if it is not finite, a zero gradient and the old buffers, marked by a value of NaN."""
+    return Seen(
+        torch.where(finite, seen.value, torch.nan),
+        {k: torch.where(finite, g, 0.0) for k, g in seen.grads.items()},
+        tree.where(finite, seen.buffers, buffers),
+    )

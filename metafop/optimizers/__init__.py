@@ -1,0 +1,8 @@
+"""Pure update rules: every hyperparameter is an argument, and can be learned."""
+
+from metafop.optimizers.adam import Adam, AdamHyper, AdamState
+from metafop.optimizers.hyper import Free, Positive, Unit
+from metafop.optimizers.momentum import Momentum, MomentumHyper
+from metafop.optimizers.sgd import SGD, SGDHyper
+
+__all__ = ["SGD", "Adam", "AdamHyper", "AdamState", "Free", "Momentum", "MomentumHyper", "Positive", "SGDHyper", "Unit"]

@@ -1,0 +1,166 @@
+"""Adam, with decoupled weight decay."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metafop import tree
+from metafop.optimizers.hyper import Positive, Unit, Value, at, collect, tensors
+from metafop.types import Domain, Params
+
+
+class AdamHyper(NamedTuple):
+    lr: Tensor | dict[str, Tensor]
+    beta1: Tensor | dict[str, Tensor]
+    beta2: Tensor | dict[str, Tensor]
+    eps: Tensor | dict[str, Tensor]
+    weight_decay: Tensor | dict[str, Tensor]
+
+
+class AdamState(NamedTuple):
+    time: Tensor
+    mean: Params
+    square: Params
+
+
+class _Parts(NamedTuple):
+    """One parameter's update taken apart: m', v', m̂, √v̂, D = √v̂ + eps, and the corrections c1, c2."""
+
+    mean: Tensor
+    square: Tensor
+    ahead: Tensor
+    root: Tensor
+    denominator: Tensor
+    c1: Tensor
+    c2: Tensor
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam (Kingma & Ba, 2015) with decoupled weight decay, as in `torch.optim.AdamW`.
+
+    m' = β1 m + (1 - β1) d,    v' = β2 v + (1 - β2) d²,    m̂ = m' / (1 - β1ᵗ),    v̂ = v' / (1 - β2ᵗ)
+    θ' = θ (1 - lr weight_decay) - lr m̂ / (√v̂ + eps)
+
+    Where v̂ is exactly zero the derivative of its root is taken as zero: it is infinite, and would turn the
+    zero that it multiplies into NaN.
+
+    >>> adam, params = Adam(), {"w": torch.zeros(2)}
+    >>> params, state = adam.update(adam.hyper(lr=0.1), params, adam.init(params), {"w": torch.tensor([3.0, 0.0])})
+    >>> params["w"]
+    tensor([-0.1000,  0.0000])
+    """
+
+    domains: ClassVar[Mapping[str, Domain]] = {
+        "lr": Positive(),
+        "beta1": Unit(),
+        "beta2": Unit(),
+        "eps": Positive(zero=False),
+        "weight_decay": Positive(),
+    }
+
+    def hyper(
+        self,
+        lr: Value,
+        beta1: Value = 0.9,
+        beta2: Value = 0.999,
+        eps: Value = 1e-8,
+        weight_decay: Value = 0.0,
+    ) -> AdamHyper:
+        values = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        return AdamHyper(*tensors(self, self.domains, values))
+
+    def init(self, params: Params) -> AdamState:
+        dtype = torch.promote_types(next(iter(params.values())).dtype, torch.float32)
+        time = next(iter(params.values())).new_zeros((), dtype=dtype)
+        return AdamState(time, tree.zeros_like(params), tree.zeros_like(params))
+
+    def update(
+        self, hyper: AdamHyper, params: Params, opt: AdamState, direction: Params
+    ) -> tuple[Params, AdamState]:
+        parts = {k: self._parts(hyper, k, opt, d) for k, d in direction.items()}
+        new = {
+            k: torch.addcmul(
+                p * (1 - at(hyper.lr, k) * at(hyper.weight_decay, k)),
+                at(hyper.lr, k),
+                parts[k].ahead / parts[k].denominator,
+                value=-1,
+            )
+            for k, p in params.items()
+        }
+        mean = {k: part.mean for k, part in parts.items()}
+        square = {k: part.square for k, part in parts.items()}
+        return new, AdamState(opt.time + 1, mean, square)
+
+    def pullback(
+        self, hyper: AdamHyper, params: Params, opt: AdamState, direction: Params, cotangent: Params
+    ) -> tuple[AdamHyper, Params]:
+        """The chain rule through both moments (docs/math.md, 7)."""
+        t = opt.time + 1
+        d_lr, d_beta1, d_beta2, d_eps, d_weight_decay, d_direction = {}, {}, {}, {}, {}, {}
+        for k, c in cotangent.items():
+            part, q, p = self._parts(hyper, k, opt, direction[k]), direction[k], params[k]
+            lr, beta1, beta2 = at(hyper.lr, k), at(hyper.beta1, k), at(hyper.beta2, k)
+            d_ahead = -lr * c / part.denominator
+            d_root = -d_ahead * part.ahead / part.denominator
+            d_hat = d_root * _reciprocal(2 * part.root)
+            d_lr[k] = -tree.dot(c, at(hyper.weight_decay, k) * p + part.ahead / part.denominator)
+            d_beta1[k] = (
+                tree.dot(d_ahead, opt.mean[k] - q) + tree.dot(d_ahead, part.ahead) * t * beta1 ** (t - 1)
+            ) / part.c1
+            d_beta2[k] = (
+                tree.dot(d_hat, opt.square[k] - q * q)
+                + tree.dot(d_hat, part.square) * t * beta2 ** (t - 1) / part.c2
+            ) / part.c2
+            d_eps[k] = d_root.sum()
+            d_weight_decay[k] = -lr * tree.dot(c, p)
+            d_direction[k] = d_ahead * ((1 - beta1) / part.c1) + d_hat * q * (2 * (1 - beta2) / part.c2)
+        d_hyper = AdamHyper(
+            collect(hyper.lr, d_lr),
+            collect(hyper.beta1, d_beta1),
+            collect(hyper.beta2, d_beta2),
+            collect(hyper.eps, d_eps),
+            collect(hyper.weight_decay, d_weight_decay),
+        )
+        return d_hyper, d_direction
+
+    def init_memory(self, params: Params) -> Params:
+        return tree.zeros_like(params)
+
+    def credit(self, hyper: AdamHyper, memory: Params, grads: Params) -> tuple[Params, Params]:
+        """u' = β1 u + g, the first moment's gradients; the second moment is held (docs/math.md, 13)."""
+        memory = {k: at(hyper.beta1, k) * u + grads[k] for k, u in memory.items()}
+        return memory, memory
+
+    def toward(
+        self, hyper: AdamHyper, params: Params, opt: AdamState, direction: Params, cotangent: Params
+    ) -> Params:
+        """-lr c (1 - β1) / ((1 - β1ᵗ) D): the way through the first moment alone."""
+        result = {}
+        for k, c in cotangent.items():
+            part = self._parts(hyper, k, opt, direction[k])
+            result[k] = -at(hyper.lr, k) * c / part.denominator * ((1 - at(hyper.beta1, k)) / part.c1)
+        return result
+
+    def _parts(self, hyper: AdamHyper, k: str, opt: AdamState, d: Tensor) -> _Parts:
+        beta1, beta2, t = at(hyper.beta1, k), at(hyper.beta2, k), opt.time + 1
+        c1, c2 = 1 - beta1**t, 1 - beta2**t
+        mean = torch.addcmul(opt.mean[k], 1 - beta1, d - opt.mean[k])
+        square = beta2 * opt.square[k] + (1 - beta2) * d * d
+        root = _root(square / c2)
+        return _Parts(mean, square, mean / c1, root, root + at(hyper.eps, k), c1, c2)
+
+
+def _root(x: Tensor) -> Tensor:
+    """√x, with derivative zero at zero."""
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), 0.0)
+
+
+def _reciprocal(x: Tensor) -> Tensor:
+    """1/x, and zero at zero."""
+    positive = x > 0
+    return torch.where(positive, 1 / torch.where(positive, x, 1.0), 0.0)

@@ -1,0 +1,133 @@
+"""What a hyperparameter is: one tensor or one per parameter, its domain, and the coordinate it is learned in."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from metafop import tree
+from metafop.types import Domain
+
+Value = float | Tensor | Mapping[str, float | Tensor]
+
+
+@dataclass(frozen=True)
+class Positive:
+    """x ≥ 0 (or x > 0, where `zero` is not allowed), learned as z = log x."""
+
+    zero: bool = True
+
+    @property
+    def says(self) -> str:
+        return "of zero or more" if self.zero else "above zero"
+
+    def holds(self, value: float) -> bool:
+        return self.inside(value) or (self.zero and value == 0)
+
+    def inside(self, value: float) -> bool:
+        return 0 < value < math.inf
+
+    def coordinate(self, value: Tensor) -> Tensor:
+        return value.log()
+
+    def chain(self, value: Tensor, derivative: Tensor) -> Tensor:
+        """dx/dz = x."""
+        return value * derivative
+
+    def moved(self, value: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        """x(z + δ) = x exp δ: no change leaves every bit as it was. It does not underflow to zero."""
+        return (value * (new - old).exp()).clamp(min=torch.finfo(value.dtype).tiny)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """0 ≤ x < 1, learned as z = log x / (1 - x)."""
+
+    says: ClassVar[str] = "from 0 to below 1"
+
+    def holds(self, value: float) -> bool:
+        return 0 <= value < 1
+
+    def inside(self, value: float) -> bool:
+        return 0 < value < 1
+
+    def coordinate(self, value: Tensor) -> Tensor:
+        return value.logit()
+
+    def chain(self, value: Tensor, derivative: Tensor) -> Tensor:
+        """dx/dz = x (1 - x)."""
+        return value * (1 - value) * derivative
+
+    def moved(self, value: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        """x(z + δ) = x + x (1 - x) e / (1 + x e), e = exp δ - 1: no change leaves every bit as it was.
+
+        It does not round to zero or to one.
+        """
+        limits = torch.finfo(value.dtype)
+        e = torch.expm1((new - old).clamp(max=50.0))
+        moved = value + value * (1 - value) * e / (1 + value * e)
+        return moved.clamp(min=limits.tiny, max=1 - limits.eps)
+
+
+@dataclass(frozen=True)
+class Free:
+    """Any x, learned as it is."""
+
+    says: ClassVar[str] = "of any size"
+
+    def holds(self, value: float) -> bool:
+        return math.isfinite(value)
+
+    def inside(self, value: float) -> bool:
+        return math.isfinite(value)
+
+    def coordinate(self, value: Tensor) -> Tensor:
+        return value
+
+    def chain(self, value: Tensor, derivative: Tensor) -> Tensor:
+        return derivative
+
+    def moved(self, value: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        return new
+
+
+def tensors(owner: object, domains: Mapping[str, Domain], values: Mapping[str, Value]) -> list[Tensor | dict]:
+    """Return the values as float64 scalars, or dicts of them by name, each checked against its domain."""
+
+    def tensor(name: str, value: float | Tensor) -> Tensor:
+        made = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        domain = domains[name.split("[")[0]]
+        if made.dim() != 0:
+            raise ValueError(
+                f"{owner}.hyper takes a scalar {name}, got a tensor of shape {tuple(made.shape)}. "
+                "For a value per parameter pass a dict by name; for a sweep, vmap over the field."
+            )
+        if not made.is_floating_point():
+            raise TypeError(
+                f"{owner}.hyper takes a floating-point {name}, got {made.dtype}. Convert it with .to(torch.float64)."
+            )
+        if tree.is_concrete(made) and not domain.holds(made.item()):
+            raise ValueError(
+                f"{owner}.hyper takes {name} {domain.says}, got {made.item():g}. Pass a value in that range."
+            )
+        return made
+
+    return [
+        {key: tensor(f"{name}[{key!r}]", v) for key, v in value.items()}
+        if isinstance(value, Mapping)
+        else tensor(name, value)
+        for name, value in values.items()
+    ]
+
+
+def at(value: Tensor | dict[str, Tensor], name: str) -> Tensor:
+    """Return the value for the parameter `name`."""
+    return value[name] if isinstance(value, dict) else value
+
+
+def collect(value: Tensor | dict[str, Tensor], by_name: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    """Return the derivative in `value`, given the derivative in each `at(value, name)`: the transpose of `at`."""
+    return by_name if isinstance(value, dict) else torch.stack(list(by_name.values())).sum()

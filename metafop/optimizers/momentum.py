@@ -1,0 +1,106 @@
+"""Gradient descent with momentum: heavy ball and Nesterov's."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metafop import tree
+from metafop.optimizers.hyper import Positive, Unit, Value, at, collect, tensors
+from metafop.types import Domain, Params
+
+
+class MomentumHyper(NamedTuple):
+    lr: Tensor | dict[str, Tensor]
+    decay: Tensor | dict[str, Tensor]
+    weight_decay: Tensor | dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """Heavy-ball momentum (Polyak, 1964), as in `torch.optim.SGD` without dampening.
+
+    e = d + weight_decay θ,    v' = decay v + e,    θ' = θ - lr v'    (`nesterov`: θ' = θ - lr (e + decay v'))
+
+    Its state is the velocity v. Zeros as the first velocity give torch's trajectory: no first-step branch.
+
+    >>> ball, params, ones = Momentum(), {"w": torch.zeros(1)}, {"w": torch.ones(1)}
+    >>> hyper, velocity = ball.hyper(lr=0.1, decay=0.5), ball.init(params)
+    >>> for _ in range(2):
+    ...     params, velocity = ball.update(hyper, params, velocity, ones)
+    >>> params["w"], velocity["w"]
+    (tensor([-0.2500]), tensor([1.5000]))
+    """
+
+    nesterov: bool = False
+    domains: ClassVar[Mapping[str, Domain]] = {"lr": Positive(), "decay": Unit(), "weight_decay": Positive()}
+
+    def hyper(self, lr: Value, decay: Value = 0.9, weight_decay: Value = 0.0) -> MomentumHyper:
+        values = {"lr": lr, "decay": decay, "weight_decay": weight_decay}
+        return MomentumHyper(*tensors(self, self.domains, values))
+
+    def init(self, params: Params) -> Params:
+        return tree.zeros_like(params)
+
+    def update(
+        self, hyper: MomentumHyper, params: Params, velocity: Params, direction: Params
+    ) -> tuple[Params, Params]:
+        velocity, ahead = self._moves(hyper, params, velocity, direction)
+        return {k: torch.addcmul(p, at(hyper.lr, k), ahead[k], value=-1) for k, p in params.items()}, velocity
+
+    def pullback(
+        self, hyper: MomentumHyper, params: Params, velocity: Params, direction: Params, cotangent: Params
+    ) -> tuple[MomentumHyper, Params]:
+        """∂d = -lr c and ∂decay = -lr ⟨c, v⟩; nesterov: -lr (1 + decay) c, -lr ⟨c, v' + decay v⟩ (docs/math.md, 6)."""
+        new_velocity, ahead = self._moves(hyper, params, velocity, direction)
+        toward = self.toward(hyper, params, velocity, direction, cotangent)
+        d_lr = {k: -tree.dot(c, ahead[k]) for k, c in cotangent.items()}
+        d_weight_decay = {k: tree.dot(t, params[k]) for k, t in toward.items()}
+        d_ahead = {k: -at(hyper.lr, k) * c for k, c in cotangent.items()}
+        if self.nesterov:
+            d_decay = {
+                k: tree.dot(a, torch.addcmul(new_velocity[k], at(hyper.decay, k), velocity[k]))
+                for k, a in d_ahead.items()
+            }
+        else:
+            d_decay = {k: tree.dot(a, velocity[k]) for k, a in d_ahead.items()}
+        d_hyper = MomentumHyper(
+            collect(hyper.lr, d_lr),
+            collect(hyper.decay, d_decay),
+            collect(hyper.weight_decay, d_weight_decay),
+        )
+        return d_hyper, toward
+
+    def init_memory(self, params: Params) -> Params:
+        return tree.zeros_like(params)
+
+    def credit(self, hyper: MomentumHyper, memory: Params, grads: Params) -> tuple[Params, Params]:
+        """u' = decay u + g; credit u', or (g + decay u') / (1 + decay) with `nesterov` (docs/math.md, 12)."""
+        memory = {k: at(hyper.decay, k) * u + grads[k] for k, u in memory.items()}
+        if not self.nesterov:
+            return memory, memory
+        credit = {
+            k: torch.addcmul(g, at(hyper.decay, k), memory[k]) / (1 + at(hyper.decay, k))
+            for k, g in grads.items()
+        }
+        return credit, memory
+
+    def toward(
+        self, hyper: MomentumHyper, params: Params, velocity: Params, direction: Params, cotangent: Params
+    ) -> Params:
+        if self.nesterov:
+            return {k: -at(hyper.lr, k) * (1 + at(hyper.decay, k)) * c for k, c in cotangent.items()}
+        return {k: -at(hyper.lr, k) * c for k, c in cotangent.items()}
+
+    def _moves(
+        self, hyper: MomentumHyper, params: Params, velocity: Params, direction: Params
+    ) -> tuple[Params, Params]:
+        """Return v' and what θ moves along. Products and sums in torch.optim's order, for its bits."""
+        decayed = {k: torch.addcmul(d, at(hyper.weight_decay, k), params[k]) for k, d in direction.items()}
+        velocity = {k: at(hyper.decay, k) * v + decayed[k] for k, v in velocity.items()}
+        if not self.nesterov:
+            return velocity, velocity
+        ahead = {k: torch.addcmul(e, at(hyper.decay, k), velocity[k]) for k, e in decayed.items()}
+        return velocity, ahead

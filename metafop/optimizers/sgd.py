@@ -1,0 +1,68 @@
+"""Gradient descent."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metafop import tree
+from metafop.optimizers.hyper import Positive, Value, at, collect, tensors
+from metafop.types import Domain, Params
+
+
+class SGDHyper(NamedTuple):
+    lr: Tensor | dict[str, Tensor]
+    weight_decay: Tensor | dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Gradient descent, with weight decay as in `torch.optim.SGD`.
+
+    θ' = θ - lr (d + weight_decay θ)
+
+    >>> hyper = SGD().hyper(lr=0.1)
+    >>> params, _ = SGD().update(hyper, {"w": torch.ones(2)}, (), {"w": torch.ones(2)})
+    >>> params["w"]
+    tensor([0.9000, 0.9000])
+    """
+
+    domains: ClassVar[Mapping[str, Domain]] = {"lr": Positive(), "weight_decay": Positive()}
+
+    def hyper(self, lr: Value, weight_decay: Value = 0.0) -> SGDHyper:
+        return SGDHyper(*tensors(self, self.domains, {"lr": lr, "weight_decay": weight_decay}))
+
+    def init(self, params: Params) -> tuple[()]:
+        return ()
+
+    def update(
+        self, hyper: SGDHyper, params: Params, opt: tuple[()], direction: Params
+    ) -> tuple[Params, tuple[()]]:
+        moves = self._moves(hyper, params, direction)
+        return {k: torch.addcmul(p, at(hyper.lr, k), moves[k], value=-1) for k, p in params.items()}, ()
+
+    def pullback(
+        self, hyper: SGDHyper, params: Params, opt: tuple[()], direction: Params, cotangent: Params
+    ) -> tuple[SGDHyper, Params]:
+        """∂lr = -⟨c, d + weight_decay θ⟩,  ∂weight_decay = -lr ⟨c, θ⟩,  ∂d = -lr c  (docs/math.md, 5)."""
+        moves = self._moves(hyper, params, direction)
+        toward = self.toward(hyper, params, opt, direction, cotangent)
+        d_lr = {k: -tree.dot(c, moves[k]) for k, c in cotangent.items()}
+        d_weight_decay = {k: tree.dot(t, params[k]) for k, t in toward.items()}
+        return SGDHyper(collect(hyper.lr, d_lr), collect(hyper.weight_decay, d_weight_decay)), toward
+
+    def init_memory(self, params: Params) -> tuple[()]:
+        return ()
+
+    def credit(self, hyper: SGDHyper, memory: tuple[()], grads: Params) -> tuple[tuple[()], tuple[()]]:
+        return (), ()
+
+    def toward(
+        self, hyper: SGDHyper, params: Params, opt: tuple[()], direction: Params, cotangent: Params
+    ) -> Params:
+        return {k: -at(hyper.lr, k) * c for k, c in cotangent.items()}
+
+    def _moves(self, hyper: SGDHyper, params: Params, direction: Params) -> Params:
+        return {k: torch.addcmul(d, at(hyper.weight_decay, k), params[k]) for k, d in direction.items()}

@@ -1,0 +1,25 @@
+"""Families of preconditioning matrices: what is learned about each parameter's gradient."""
+
+from metafop.preconditioners.dense import Dense, Spatial
+from metafop.preconditioners.elementwise import Diagonal, Identity, Scalar
+from metafop.preconditioners.kronecker import Kronecker, KroneckerFactors
+from metafop.preconditioners.layers import assign, by_shape
+from metafop.preconditioners.low_rank import LowRank
+from metafop.preconditioners.scaled import Aging, Bounded, Normalized, Rescaled
+
+__all__ = [
+    "Aging",
+    "Bounded",
+    "Dense",
+    "Diagonal",
+    "Identity",
+    "Kronecker",
+    "KroneckerFactors",
+    "LowRank",
+    "Normalized",
+    "Rescaled",
+    "Scalar",
+    "Spatial",
+    "assign",
+    "by_shape",
+]

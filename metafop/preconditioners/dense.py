@@ -1,0 +1,79 @@
+"""Full matrices P = M Mᵀ: over a layer's inputs, or over the positions of a convolution's kernel."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from metafop.preconditioners import gram
+
+
+@dataclass(frozen=True)
+class Dense:
+    """P = M Mᵀ over the inputs of a layer, shared by its outputs; over all of a vector. Starts at M = I.
+
+    A parameter of shape (outputs, …) has n = numel / outputs inputs. (docs/math.md, 2)
+
+    >>> weight = torch.zeros(3, 2)
+    >>> m = Dense().init(weight)
+    >>> torch.equal(Dense().apply(2 * m, torch.ones(3, 2)), torch.full((3, 2), 4.0))
+    True
+    """
+
+    def init(self, param: Tensor, generator: Generator | None = None) -> Tensor:
+        return _identity(inputs(param), param)
+
+    def apply(self, m: Tensor, grad: Tensor) -> Tensor:
+        return gram.apply(m, gram.rows(m, grad)).view_as(grad).to(grad.dtype)
+
+    def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
+        """Return `(CᵀG + GᵀC) M`."""
+        return gram.pullback(m, gram.rows(m, grad), gram.rows(m, cotangent))
+
+    def eigenvalues(self, m: Tensor) -> Tensor:
+        return torch.linalg.svdvals(m).square()
+
+    def matrix(self, m: Tensor) -> Tensor:
+        return m @ m.mT
+
+
+@dataclass(frozen=True)
+class Spatial:
+    """P = M Mᵀ over the k² positions of a kernel, shared by all pairs of channels (the paper, section 2.2).
+
+    For the kernels of a convolution of any dimension, (out, in, k, …). Starts at M = I.
+
+    >>> kernels = torch.zeros(8, 4, 3, 3)
+    >>> Spatial().init(kernels).shape
+    torch.Size([9, 9])
+    """
+
+    def init(self, param: Tensor, generator: Generator | None = None) -> Tensor:
+        if param.dim() < 3:
+            raise ValueError(
+                f"Spatial fits kernels of shape (out, in, k, ...), got a parameter of shape {tuple(param.shape)}. "
+                "For a matrix or a vector use LowRank or Dense."
+            )
+        return _identity(math.prod(param.shape[2:]), param)
+
+    def apply(self, m: Tensor, grad: Tensor) -> Tensor:
+        return Dense().apply(m, grad)
+
+    def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
+        return Dense().pullback(m, grad, cotangent)
+
+    def eigenvalues(self, m: Tensor) -> Tensor:
+        return Dense().eigenvalues(m)
+
+    def matrix(self, m: Tensor) -> Tensor:
+        return Dense().matrix(m)
+
+
+def inputs(param: Tensor) -> int:
+    """Return how many inputs each output of the parameter has; a vector is one output."""
+    return param.numel() // param.shape[0] if param.dim() > 1 else param.numel()
+
+
+def _identity(n: int, param: Tensor) -> Tensor:
+    return torch.eye(n, dtype=torch.promote_types(param.dtype, torch.float32), device=param.device)

@@ -1,0 +1,51 @@
+"""Which family for which parameter."""
+
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import Tensor
+
+from metafop.preconditioners.dense import Spatial, inputs
+from metafop.preconditioners.elementwise import Identity
+from metafop.preconditioners.low_rank import LowRank
+from metafop.types import Params, Preconditioner
+
+
+def by_shape(param: Tensor, rank: int = 4) -> Preconditioner:
+    """Return the family that suits a parameter of this shape in an ordinary network.
+
+    Kernels get `Spatial`; matrices, and kernels of one position (1×1 convolutions are matrices), get
+    `LowRank`; biases and the scales of norms get `Identity`.
+    """
+    if param.dim() >= 3 and math.prod(param.shape[2:]) > 1:
+        return Spatial()
+    if param.dim() >= 2:
+        return LowRank(min(rank, inputs(param)))
+    return Identity()
+
+
+def assign(
+    params: Params, rules: Mapping[str, Preconditioner] | None = None, rank: int = 4
+) -> dict[str, Preconditioner]:
+    """Return a family for each parameter: the first rule whose pattern fits its name, else `by_shape`.
+
+    Patterns are those of the shell: `*` stands for any characters.
+
+    >>> params = {"conv.weight": torch.zeros(8, 3, 3, 3), "head.weight": torch.zeros(10, 8), "head.bias": torch.zeros(10)}
+    >>> assign(params, {"head.*": Scalar()})
+    {'conv.weight': Spatial(), 'head.weight': Scalar(), 'head.bias': Scalar()}
+    """
+    rules = rules or {}
+    for pattern in rules:
+        if not any(fnmatchcase(name, pattern) for name in params):
+            raise ValueError(
+                f"The rule {pattern!r} fits none of the parameters {sorted(params)}. Correct the pattern or drop it."
+            )
+    return {
+        name: next(
+            (family for pattern, family in rules.items() if fnmatchcase(name, pattern)),
+            by_shape(param, rank),
+        )
+        for name, param in params.items()
+    }

@@ -1,0 +1,159 @@
+"""Wrappers that rescale another family's P by a number that depends on P: P' = s(P) P."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor
+from torch.func import vjp
+
+from metafop import tree
+from metafop.types import Preconditioner, Tree
+
+
+class _Scaled(ABC):
+    """What `Normalized` and `Bounded` have in common: all but the scale."""
+
+    family: Preconditioner
+
+    def init(self, param: Tensor, generator: Generator | None = None) -> Tree:
+        return self.family.init(param, generator)
+
+    def apply(self, m: Tree, grad: Tensor) -> Tensor:
+        return self._scale(m) * self.family.apply(m, grad)
+
+    def pullback(self, m: Tree, grad: Tensor, cotangent: Tensor) -> Tree:
+        return _pullback(self.family, self._scale, m, grad, cotangent)
+
+    def eigenvalues(self, m: Tree) -> Tensor:
+        return self._scale(m) * self.family.eigenvalues(m)
+
+    def matrix(self, m: Tree) -> Tensor:
+        return self._scale(m) * self.family.matrix(m)
+
+    @abstractmethod
+    def _scale(self, m: Tree) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Normalized(_Scaled):
+    """√n P / ‖P‖_F: rotates the gradient and leaves the step size to the optimizer (FOP-norm, appendix A.2).
+
+    >>> family = Normalized(Scalar())
+    >>> family.apply(torch.tensor(7.0), torch.tensor([1.0, 2.0]))
+    tensor([1., 2.])
+    """
+
+    family: Preconditioner
+
+    def _scale(self, m: Tree) -> Tensor:
+        eigenvalues = self.family.eigenvalues(m)
+        return _nonzero(eigenvalues.square().mean().sqrt()).reciprocal()
+
+
+@dataclass(frozen=True)
+class Bounded(_Scaled):
+    """min(1, limit / ‖P‖₂) P: no direction is stretched by more than `limit`.
+
+    >>> family = Bounded(Scalar(), limit=3.0)
+    >>> family.apply(torch.tensor(7.0), torch.tensor([1.0, 2.0]))
+    tensor([3., 6.])
+    """
+
+    family: Preconditioner
+    limit: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.limit > 0:
+            raise ValueError(
+                f"Bounded needs a limit above zero, got limit={self.limit}. "
+                "At 1 the preconditioner may only shrink the gradient."
+            )
+
+    def _scale(self, m: Tree) -> Tensor:
+        return (self.limit / _nonzero(_spectral(self.family, m))).clamp(max=1)
+
+
+class Aging(NamedTuple):
+    """What a `Rescaled` preconditioner holds: its family's tensors, and the time t."""
+
+    inner: Tree
+    time: Tensor
+
+
+def inverse_square(time: Tensor) -> Tensor:
+    """Return `1 / t²`, the paper's example of a δ(t)."""
+    return time**-2
+
+
+@dataclass(frozen=True)
+class Rescaled:
+    """γ(t) P / ‖P‖₂ with γ(t) = δ(t) ‖P‖₂ + (1 - δ(t)) p∞: P is free at first and ends at the norm p∞.
+
+    The modification under which the paper proves convergence (section 6; Baydin et al., 2018): it asks for
+    `limit` = p∞ < 1/L. The time starts at 1 and moves on by `safeguards.age`, given to `Online(bounds=…)`.
+
+    >>> family = Rescaled(Scalar(), limit=0.5)
+    >>> family.apply(Aging(torch.tensor(7.0), torch.tensor(1.0)), torch.ones(1))
+    tensor([7.])
+    >>> family.apply(Aging(torch.tensor(7.0), torch.tensor(1e6)), torch.ones(1))
+    tensor([0.5000])
+    """
+
+    family: Preconditioner
+    limit: float
+    delta: Callable[[Tensor], Tensor] = inverse_square
+
+    def __post_init__(self) -> None:
+        if not self.limit > 0:
+            raise ValueError(
+                f"Rescaled needs a limit above zero, got limit={self.limit}. "
+                "Pass a norm below 1/L, L the smoothness of the loss."
+            )
+
+    def init(self, param: Tensor, generator: Generator | None = None) -> Aging:
+        time = param.new_ones((), dtype=torch.promote_types(param.dtype, torch.float32))
+        return Aging(self.family.init(param, generator), time)
+
+    def apply(self, m: Aging, grad: Tensor) -> Tensor:
+        return self._scale(m) * self.family.apply(m.inner, grad)
+
+    def pullback(self, m: Aging, grad: Tensor, cotangent: Tensor) -> Aging:
+        
+        def scale(inner: Tree) -> Tensor:
+            return self._scale(Aging(inner, m.time))
+
+        inner = _pullback(self.family, scale, m.inner, grad, cotangent)
+        return Aging(inner, torch.zeros_like(m.time))
+
+    def eigenvalues(self, m: Aging) -> Tensor:
+        return self._scale(m) * self.family.eigenvalues(m.inner)
+
+    def matrix(self, m: Aging) -> Tensor:
+        return self._scale(m) * self.family.matrix(m.inner)
+
+    def _scale(self, m: Aging) -> Tensor:
+        delta = self.delta(m.time.detach())  # time passes; it is not learned
+        return delta + (1 - delta) * self.limit / _nonzero(_spectral(self.family, m.inner))
+
+
+def _pullback(
+    family: Preconditioner, scale: Callable[[Tree], Tensor], m: Tree, grad: Tensor, cotangent: Tensor
+) -> Tree:
+    """Return `s ∂⟨c, P g⟩ + ⟨c, P g⟩ ∂s`, ∂s by autograd: the product rule (docs/math.md, 4)."""
+    if not tree.leaves(m):
+        return m
+    value, pull = vjp(scale, m)
+    along = tree.dot(cotangent, family.apply(m, grad)).to(value.dtype)
+    return tree.add(tree.scale(family.pullback(m, grad, cotangent), value), pull(along)[0])
+
+
+def _spectral(family: Preconditioner, m: Tree) -> Tensor:
+    return family.eigenvalues(m).abs().amax()
+
+
+def _nonzero(norm: Tensor) -> Tensor:
+    """P = 0 stays zero instead of becoming 0/0."""
+    return norm.clamp(min=torch.finfo(norm.dtype).tiny)

@@ -1,0 +1,93 @@
+"""What keeps learning safe: guards on hypergradients before they are used, bounds on meta after.
+
+A guard is `(grads, now, last, seen) -> grads`: the hypergradient in the learner's coordinates, the parameters
+now, the last step, and what was seen since. A bound is `meta -> meta`.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from metafop import tree
+from metafop.preconditioners import Aging
+from metafop.types import Last, Meta, Params, Seen, Tree
+
+Guard = Callable[[Meta, Params, Last, Seen], Meta]
+Bound = Callable[[Meta], Meta]
+
+
+def scale_free(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
+    """Divide the hypergradient by ‖∇J‖ ‖Δθ‖, the most that the last step can have changed J (docs/math.md, 14).
+
+    A preconditioner's by its own parameter's; the rest by those of all parameters. What is left has no units:
+    for log lr under SGD it is minus the cosine between the step's gradient and the next.
+    """
+    moved = {k: p - last.carry.params[k] for k, p in now.items()}
+    everywhere = tree.norm(seen.grads) * tree.norm(moved)
+    by_name = {k: tree.norm(g) * tree.norm(moved[k]) for k, g in seen.grads.items()}
+    return Meta(
+        tree.map(lambda x: _over(x, everywhere), grads.hyper),
+        {k: tree.map(lambda x, k=k: _over(x, by_name[k]), h) for k, h in grads.precond.items()},
+    )
+
+
+def feedback(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
+    """Divide the hypergradient by ‖∇J‖² at the last step: OSGM's normalised feedback (Gao et al., 2024).
+
+    Its gradient is that of (J(θ') - J(θ)) / ‖∇J(θ)‖². (docs/math.md, 15)
+    """
+    size = tree.norm(last.seen.grads).square()
+    return tree.map(lambda x: _over(x, size), grads)
+
+
+def clip(limit: float) -> Guard:
+    """Return a guard that shortens the hypergradient to a norm of at most `limit`."""
+    _check_limit("clip", limit)
+
+    def clipped(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
+        size = tree.norm(grads)
+        return tree.scale(grads, (limit / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(max=1))
+
+    return clipped
+
+
+def bound_norm(limit: float) -> Bound:
+    """Return a bound that keeps ‖M‖_F of every preconditioner's tensors within `limit`.
+
+    It bounds ‖P‖ too: M Mᵀ by limit², I + M Mᵀ by 1 + limit². For a bound on ‖P‖ itself, wrap the family in
+    `Bounded`.
+    """
+    _check_limit("bound_norm", limit)
+
+    def shrink(x: Tensor) -> Tensor:
+        size = torch.linalg.vector_norm(x)
+        return x * (limit / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(max=1)
+
+    def bounded(meta: Meta) -> Meta:
+        return Meta(meta.hyper, {k: _inner_map(shrink, m) for k, m in meta.precond.items()})
+
+    return bounded
+
+
+def age(meta: Meta) -> Meta:
+    """Move the time of every `Rescaled` preconditioner on by one."""
+    return Meta(
+        meta.hyper,
+        {k: Aging(m.inner, m.time + 1) if isinstance(m, Aging) else m for k, m in meta.precond.items()},
+    )
+
+
+def _inner_map(function: Callable[[Tensor], Tensor], m: Tree) -> Tree:
+    return Aging(tree.map(function, m.inner), m.time) if isinstance(m, Aging) else tree.map(function, m)
+
+
+def _over(x: Tensor, size: Tensor) -> Tensor:
+    """x / size, and zero where there is nothing to divide by: no gradient, or no step."""
+    there = size > 0
+    return torch.where(there, x / torch.where(there, size, 1.0), 0.0).to(x.dtype)
+
+
+def _check_limit(name: str, limit: float) -> None:
+    if not limit > 0:
+        raise ValueError(f"safeguards.{name} needs a limit above zero, got {limit}. Pass a positive number.")

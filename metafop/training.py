@@ -1,0 +1,178 @@
+"""Training as a pure function: evaluate the loss, then advance the parameters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.func import grad_and_value
+
+from metafop import tree
+from metafop.preconditioners import Identity
+from metafop.types import (
+    Batch,
+    Buffers,
+    Carry,
+    Domain,
+    Info,
+    Last,
+    Loss,
+    Meta,
+    Optimizer,
+    Params,
+    Preconditioner,
+    Seen,
+    Tree,
+)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A loss, an optimizer, and a preconditioner for each parameter (those not named get `Identity`).
+
+    seen = evaluate(carry, batch)           value, gradients, buffers: expensive, does not see meta
+    carry = advance(meta, carry, seen)      θ' = update(hyper, θ, P(m) ∇J): cheap, sees meta
+
+    >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
+    >>> training = Training(loss, SGD())
+    >>> params = {"w": torch.zeros(2)}
+    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.25)), training.init(params)
+    >>> carry, info = training.step(meta, carry, torch.ones(2))
+    >>> carry.params["w"], info["value"]
+    (tensor([0.5000, 0.5000]), tensor(2.))
+    """
+
+    loss: Loss
+    optimizer: Optimizer
+    preconditioners: Mapping[str, Preconditioner] = field(default_factory=dict)
+
+    @property
+    def domains(self) -> Mapping[str, Domain]:
+        return self.optimizer.domains
+
+    def meta(self, params: Params, hyper: Any, generator: Generator | None = None) -> Meta:
+        """Return where learning starts: `hyper`, in the parameters' precision, and each preconditioner's tensors."""
+        _check_params(params)
+        _check_names("the preconditioner", self.preconditioners, params)
+        for name, value in zip(hyper._fields, hyper, strict=True):
+            if isinstance(value, dict) and value.keys() != params.keys():
+                raise ValueError(
+                    f"The hyperparameter {name} names {sorted(value)}, but the parameters are {sorted(params)}. "
+                    "Give one value for each, or one scalar for all."
+                )
+        first = next(iter(params.values()))
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        hyper = tree.map(lambda x: x.to(device=first.device, dtype=dtype), hyper)
+        return Meta(hyper, {k: self._family(k).init(p, generator) for k, p in params.items()})
+
+    def init(self, params: Params, buffers: Buffers | None = None) -> Carry:
+        _check_params(params)
+        return Carry(params, self.optimizer.init(params), buffers or {})
+
+    def evaluate(self, carry: Carry, batch: Batch) -> Seen:
+        def objective(params: Params) -> tuple[Tensor, Buffers]:
+            result = self.loss(params, carry.buffers, batch)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise TypeError(
+                    f"A loss returns (value, buffers), got {type(result).__name__}. "
+                    "Lift a loss(params, batch) with functional.plain."
+                )
+            value, buffers = result
+            if value.dim() != 0:
+                raise ValueError(
+                    f"A loss returns a scalar value, got shape {tuple(value.shape)}. Take its mean() or sum()."
+                )
+            return value, buffers
+
+        grads, (value, buffers) = grad_and_value(objective, has_aux=True)(carry.params)
+        return Seen(value, grads, tree.map(torch.detach, buffers))
+
+    def advance(self, meta: Meta, carry: Carry, seen: Seen) -> tuple[Carry, Info]:
+        _check_tree(meta, carry)
+        direction = self.precondition(meta.precond, seen.grads)
+        params, opt = self.optimizer.update(meta.hyper, carry.params, carry.opt, direction)
+        return Carry(params, opt, seen.buffers), {"value": seen.value}
+
+    def step(self, meta: Meta, carry: Carry, batch: Batch) -> tuple[Carry, Info]:
+        return self.advance(meta, carry, self.evaluate(carry, batch))
+
+    def pullback(self, meta: Meta, last: Last, cotangent: Params) -> Meta:
+        """Return the derivative of ⟨cotangent, params after the last step⟩ in meta, the last state held fixed.
+
+        This is the truncation that makes the online estimate cheap, and biased (docs/math.md, 1). Without
+        credit it is the VJP of `advance`; with credit, P(m) stands before all the gradients that moved θ.
+        """
+        carry, seen = last.carry, last.seen
+        direction = self.precondition(meta.precond, seen.grads)
+        step = (meta.hyper, carry.params, carry.opt, direction, cotangent)
+        d_hyper, toward = self.optimizer.pullback(*step)
+        if last.credit:
+            toward = self.optimizer.toward(*step)
+        moved_by = last.credit or seen.grads
+        return Meta(
+            d_hyper,
+            {
+                k: self._family(k).pullback(m, moved_by[k], toward[k])
+                for k, m in meta.precond.items()
+            },
+        )
+
+    def precondition(self, precond: dict[str, Tree], grads: Params) -> Params:
+        """Return P(m) g for each parameter."""
+        return {k: self._family(k).apply(precond[k], g) for k, g in grads.items()}
+
+    def init_memory(self, carry: Carry) -> Tree:
+        return self.optimizer.init_memory(carry.params)
+
+    def credited(self, meta: Meta, memory: Tree, grads: Params) -> tuple[Params | tuple[()], Tree]:
+        """Return the gradients that this step's movement is made of, and the memory of them."""
+        return self.optimizer.credit(meta.hyper, memory, grads)
+
+    def check(self, meta: Meta, carry: Carry) -> None:
+        """Refuse a meta that was made for other parameters."""
+        _check_tree(meta, carry)
+        for name, param in carry.params.items():
+            family = self._family(name)
+            expected = tree.map(lambda x: x.shape, family.init(param, Generator(param.device)))
+            found = tree.map(lambda x: x.shape, meta.precond[name])
+            if expected != found:
+                raise ValueError(
+                    f"{family} for {name!r}, of shape {tuple(param.shape)}, holds tensors of other shapes ({found}) "
+                    f"than it needs ({expected}). Make meta with training.meta(params, ...)."
+                )
+
+    def _family(self, name: str) -> Preconditioner:
+        return self.preconditioners.get(name, _IDENTITY)
+
+
+_IDENTITY = Identity()
+
+
+def _check_params(params: Params) -> None:
+    if not params:
+        raise ValueError("The parameters are an empty tree. Pass a dict of at least one tensor by name.")
+    for name, param in params.items():
+        if not isinstance(param, Tensor) or not param.is_floating_point():
+            kind = param.dtype if isinstance(param, Tensor) else type(param).__name__
+            raise TypeError(
+                f"The parameter {name!r} is {kind}, and only real floating-point tensors can be trained. "
+                "Convert it, keep it as a buffer, or view a complex one as real (torch.view_as_real)."
+            )
+
+
+def _check_names(what: str, names: Mapping[str, Any], params: Params) -> None:
+    for name in names:
+        if name not in params:
+            raise ValueError(
+                f"There is no parameter {name!r} for {what} {names[name]}: the parameters are {sorted(params)}. "
+                "Correct the name or drop it."
+            )
+
+
+def _check_tree(meta: Meta, carry: Carry) -> None:
+    if meta.precond.keys() != carry.params.keys():
+        raise ValueError(
+            f"The parameters are {sorted(carry.params)}, but meta was made for {sorted(meta.precond)}. "
+            "The tree of parameters must not change: make a new meta with training.meta(params, ...)."
+        )

@@ -1,0 +1,83 @@
+"""Arithmetic on trees of tensors, and leaves by name. The only file that looks inside torch's private parts."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_batchedtensor
+from torch.utils import _pytree as pytree
+
+from metafop.types import Tree
+
+map = pytree.tree_map
+leaves = pytree.tree_leaves
+
+
+def zeros_like(x: Tree) -> Tree:
+    return map(torch.zeros_like, x)
+
+
+def add(x: Tree, y: Tree) -> Tree:
+    """Return `x + y`, leaf by leaf."""
+    return map(torch.add, x, y)
+
+
+def scale(x: Tree, factor: float | Tensor) -> Tree:
+    """Return `factor * x`, leaf by leaf."""
+    return map(lambda a: factor * a, x)
+
+
+def where(condition: Tensor, x: Tree, y: Tree) -> Tree:
+    """Return `x` where the condition holds and `y` where it does not, leaf by leaf."""
+    return map(lambda a, b: a if a is b else torch.where(condition, a, b), x, y)
+
+
+def dot(x: Tensor, y: Tensor) -> Tensor:
+    """Return ⟨x, y⟩ of two tensors of one shape."""
+    return x.flatten() @ y.flatten()
+
+
+def norm(x: Tree) -> Tensor:
+    """Return the Euclidean norm of all leaves together."""
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(leaf) for leaf in leaves(x)]))
+
+
+def all_finite(x: Tree) -> Tensor:
+    """Return whether every number in the tree is finite, as a boolean scalar.
+
+    A sum is finite only if its terms are, and takes a third of the time of looking at each; a sum of finite
+    terms that overflows counts as not finite, in no less than float32.
+    """
+    sums = [leaf.sum(dtype=torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves(x)]
+    return torch.isfinite(torch.stack([s.to(sums[0].dtype) for s in sums])).all()
+
+
+def stack(trees: Sequence[Tree]) -> Tree:
+    """Return one tree whose leaves are those of `trees`, stacked: what `vmap` maps over."""
+    return map(lambda *xs: torch.stack(xs), *trees)
+
+
+def named(x: Tree, prefix: str = "") -> dict[str, Tensor]:
+    """Return the leaves by dotted name, in the order of `leaves`: "hyper.lr", "precond.conv1.weight"."""
+    if isinstance(x, Tensor):
+        return {prefix: x}
+    inside = [named(child, f"{prefix}.{key}" if prefix else key) for key, child in _children(x)]
+    return {name: leaf for part in inside for name, leaf in part.items()}
+
+
+def replace(x: Tree, new: dict[str, Tensor]) -> Tree:
+    """Return `x` with the leaves that `new` names replaced."""
+    _, structure = pytree.tree_flatten(x)
+    return pytree.tree_unflatten([new.get(name, leaf) for name, leaf in named(x).items()], structure)
+
+
+def is_concrete(x: Tensor) -> bool:
+    """Return whether the tensor holds one value that Python may look at (under `vmap` it holds many)."""
+    return not is_batchedtensor(x) and x.device.type != "meta"
+
+
+def _children(x: Tree) -> Iterable[tuple[str, Tree]]:
+    if isinstance(x, dict):
+        return x.items()
+    fields = getattr(x, "_fields", None) or [str(i) for i in range(len(x))]
+    return zip(fields, x, strict=True)

@@ -1,0 +1,150 @@
+"""The words of the library as types: what a step sees, what it hands on, and who takes part in it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from torch import Generator, Tensor
+
+Tree = Any  # a tensor, or dicts, tuples and NamedTuples of trees
+Params = dict[str, Tensor]
+Buffers = dict[str, Tensor]
+Batch = Any
+Loss = Callable[[Params, Buffers, Batch], tuple[Tensor, Buffers]]
+Info = dict[str, Tensor]
+
+
+class Meta(NamedTuple):
+    """Everything that steers training: the optimizer's `hyper` and the tensors of each preconditioner."""
+
+    hyper: Any
+    precond: dict[str, Tree]
+
+
+class Seen(NamedTuple):
+    """What one evaluation of the loss saw."""
+
+    value: Tensor
+    grads: Params
+    buffers: Buffers
+
+
+class Carry(NamedTuple):
+    """What a step hands on to the next."""
+
+    params: Params
+    opt: Tree
+    buffers: Buffers
+
+
+class Last(NamedTuple):
+    """A step that was taken: from which carry, on what it saw, and which gradients its movement is made of.
+
+    `credit` is `()` where the step's own gradient takes all the credit for it.
+    """
+
+    carry: Any
+    seen: Seen
+    credit: Params | tuple[()]
+
+
+class Domain(Protocol):
+    """The values that a hyperparameter may take, and the coordinate in which it is learned."""
+
+    @property
+    def says(self) -> str: ...
+
+    def holds(self, value: float) -> bool: ...
+
+    def inside(self, value: float) -> bool: ...
+
+    def coordinate(self, value: Tensor) -> Tensor:
+        """Return z(x)."""
+        ...
+
+    def chain(self, value: Tensor, derivative: Tensor) -> Tensor:
+        """Return the derivative in z, given that in x."""
+        ...
+
+    def moved(self, value: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        """Return x after its coordinate went from `old` to `new`."""
+        ...
+
+
+class Optimizer(Protocol):
+    """A pure update rule. `hyper` is a NamedTuple whose fields are tensors, or dicts of tensors by name."""
+
+    @property
+    def domains(self) -> Mapping[str, Domain]:
+        """The domain of each field of `hyper`."""
+        ...
+
+    def init(self, params: Params) -> Tree:
+        """Return the state before the first step."""
+        ...
+
+    def update(self, hyper: Any, params: Params, opt: Tree, direction: Params) -> tuple[Params, Tree]:
+        """Return the new parameters and the new state."""
+        ...
+
+    def pullback(
+        self, hyper: Any, params: Params, opt: Tree, direction: Params, cotangent: Params
+    ) -> tuple[Any, Params]:
+        """Return the derivatives of ⟨cotangent, new params⟩ in `hyper` and in `direction`."""
+        ...
+
+    def init_memory(self, params: Params) -> Tree:
+        """Return the memory that `credit` starts from."""
+        ...
+
+    def credit(self, hyper: Any, memory: Tree, grads: Params) -> tuple[Params | tuple[()], Tree]:
+        """Return the gradients that this step's movement is made of (`()`: its own alone), and the memory of them."""
+        ...
+
+    def toward(self, hyper: Any, params: Params, opt: Tree, direction: Params, cotangent: Params) -> Params:
+        """Return the cotangent of the movement that `credit` accounts for."""
+        ...
+
+
+class Preconditioner(Protocol):
+    """A family of symmetric matrices P(m) that act on the gradient of one parameter."""
+
+    def init(self, param: Tensor, generator: Generator | None) -> Tree:
+        """Return the tensors m to start from; `()` where nothing is learned."""
+        ...
+
+    def apply(self, m: Tree, grad: Tensor) -> Tensor:
+        """Return P(m) g, in the shape of `grad`."""
+        ...
+
+    def pullback(self, m: Tree, grad: Tensor, cotangent: Tensor) -> Tree:
+        """Return the derivative of ⟨cotangent, P(m) grad⟩ in m."""
+        ...
+
+    def eigenvalues(self, m: Tree) -> Tensor:
+        """Return the eigenvalues of P(m), in no particular order."""
+        ...
+
+    def matrix(self, m: Tree) -> Tensor:
+        """Return P(m), n by n: `grad`, cut into rows of n, becomes rows @ P."""
+        ...
+
+
+class Trains(Protocol):
+    """What can be trained and steered: `Training`, and `Online`, which learns to steer one."""
+
+    @property
+    def domains(self) -> Mapping[str, Domain]: ...
+
+    def evaluate(self, carry: Any, batch: Batch) -> Seen: ...
+
+    def advance(self, meta: Meta, carry: Any, seen: Seen) -> tuple[Any, Info]: ...
+
+    def pullback(self, meta: Meta, last: Last, cotangent: Params) -> Meta: ...
+
+    def step(self, meta: Meta, carry: Any, batch: Batch) -> tuple[Any, Info]: ...
+
+    def check(self, meta: Meta, carry: Any) -> None: ...
+
+    def init_memory(self, carry: Any) -> Tree: ...
+
+    def credited(self, meta: Meta, memory: Tree, grads: Params) -> tuple[Params | tuple[()], Tree]: ...
