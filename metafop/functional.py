@@ -1,4 +1,6 @@
-"""Pure losses: from a plain function of the parameters, or from an `nn.Module` with its buffers made explicit."""
+"""Pure losses: from a plain function of the parameters, or from an `nn.Module`, its buffers explicit."""
+
+from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +52,8 @@ def from_module(
     def pure(params: Params, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
         # Modules write into buffers. What they write into is made here and, under vmap, must have the
         # batch dimensions of everything that may be written.
-        zero = sum(leaf.new_zeros((), dtype=torch.float32) for leaf in tree.leaves((params, batch)))
+        inputs = [leaf for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)]
+        zero = torch.stack([leaf.new_zeros((), dtype=torch.float32) for leaf in inputs]).sum()
         written = {k: b + zero.to(b.dtype) for k, b in buffers.items()}
         counted = {k: b.clone() for k, b in kept.items()}
 
@@ -69,6 +72,7 @@ def _refuse_own_randomness(model: nn.Module) -> None:
         inside = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
         if module.training and (draws or inside):
             raise ValueError(
-                f"The module {name or 'itself'} ({module}) draws random numbers in training mode, so that its loss is no "
-                "function of its arguments. Put it in eval mode, or pass the noise with the batch."
+                f"The module {name or 'itself'} ({module}) draws random numbers in training mode, "
+                "so that the loss is no function of its arguments. "
+                "Put it in eval mode, or pass the noise with the batch."
             )

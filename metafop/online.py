@@ -1,20 +1,23 @@
 """Learning how to train while training: after each step, how should the last one have been taken?"""
 
-from collections.abc import Mapping
+from __future__ import annotations  # torch.compile does not follow annotations of inner functions
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.func import vjp
 
 from metafop import tree
+from metafop.hypergradients import closed_form
 from metafop.optimizers import Free
 from metafop.safeguards import Bound, Guard, scale_free
 from metafop.types import Batch, Buffers, Domain, Info, Last, Meta, Optimizer, Params, Seen, Trains, Tree
 
 Order = Literal["exact", "paper"]
 Credit = Literal["velocity", "gradient"]
+Hypergradient = Callable[[Trains, Meta, Last, Params], Meta]
 
 
 class OnlineCarry(NamedTuple):
@@ -71,6 +74,7 @@ class Online:
     learn: tuple[str, ...] = ("precond",)
     order: Order = "exact"
     credit: Credit = "velocity"
+    hypergradient: Hypergradient = closed_form
     guards: tuple[Guard, ...] = (scale_free,)
     bounds: tuple[Bound, ...] = ()
     null_step: bool = False
@@ -84,12 +88,13 @@ class Online:
                 raise ValueError(f"Online takes {name} as one of {options}, got {value!r}. Pass one of them.")
         if not isinstance(self.learn, tuple) or not self.learn:
             raise ValueError(
-                f'Online learns a tuple of names, got learn={self.learn!r}. Pass for example ("precond", "hyper.lr").'
+                f"Online learns a tuple of names, got learn={self.learn!r}. "
+                'Pass for example ("precond", "hyper.lr").'
             )
         if isinstance(self.training, Online) and self.training.order == "paper":
             raise ValueError(
-                'Online cannot learn one of order="paper": its step does not depend on its own meta until the next. '
-                'Use order="exact" below.'
+                'Online cannot learn an Online of order="paper", whose step does not depend on its own meta '
+                'until the next. Use order="exact" below.'
             )
 
     @property
@@ -97,7 +102,7 @@ class Online:
         return self.meta_optimizer.domains
 
     def meta(self, meta: Meta, hyper: Any) -> Meta:
-        """Return the meta-optimizer's `hyper`, in the precision of what is learned, as what steers this learner."""
+        """Return what steers this learner: the meta-optimizer's `hyper`, as precise as what is learned."""
         self._check_learn(meta)
         learned = self._learned(meta)
         for name, value in zip(hyper._fields, hyper, strict=True):
@@ -117,8 +122,8 @@ class Online:
             domain = self._domain(name)
             if value.dim() == 0 and tree.is_concrete(value) and not domain.inside(value.item()):
                 raise ValueError(
-                    f"Online cannot learn {name} from {value.item():g}, on the boundary of its range: it would stay there. "
-                    "Start inside, or leave it out of learn."
+                    f"Online cannot learn {name} from {value.item():g}, on the boundary of its range: "
+                    "it would stay there. Start inside, or leave it out of learn."
                 )
         value = next(iter(carry.params.values()))
         nothing = Seen(
@@ -169,8 +174,7 @@ class Online:
             state, _ = self.advance(meta, last.carry, last.seen)
             return state.params
 
-        _, pull = vjp(params, meta)
-        return pull(cotangent)[0]
+        return tree.pull(params, meta, cotangent)
 
     def init_memory(self, state: OnlineCarry) -> tuple[()]:
         return ()
@@ -201,7 +205,8 @@ class Online:
 
     def _hypergradient(self, state: OnlineCarry, last: Last, seen: Seen) -> dict[str, Tensor]:
         """Return the guarded derivative in the coordinate of each learned leaf."""
-        values, pulled = self._learned(state.meta), self.training.pullback(state.meta, last, seen.grads)
+        values = self._learned(state.meta)
+        pulled = self.hypergradient(self.training, state.meta, last, seen.grads)
         chained = {
             name: self._domain(name).chain(values[name], h) if name in values else torch.zeros_like(h)
             for name, h in tree.named(pulled).items()
@@ -214,13 +219,15 @@ class Online:
     def _moved(
         self, meta: Meta, state: OnlineCarry, grads: dict[str, Tensor], moves: Tensor
     ) -> tuple[dict[str, Tensor], Tree, Tensor]:
-        """Return the learned leaves and the meta-optimizer's state after its step, and whether it was taken."""
+        """Return the learned leaves and the meta-optimizer's state, and whether it took its step."""
         values = self._learned(state.meta)
         old = {name: self._domain(name).coordinate(value) for name, value in values.items()}
         # What is not used must be finite too: a derivative through `where` multiplies it by zero.
         usable = {name: torch.where(moves, h, 0.0) for name, h in grads.items()}
         new, meta_opt = self.meta_optimizer.update(meta.hyper, old, state.meta_opt, usable)
-        moved = {name: self._domain(name).moved(value, old[name], new[name]) for name, value in values.items()}
+        moved = {
+            name: self._domain(name).moved(value, old[name], new[name]) for name, value in values.items()
+        }
         bounded = tree.replace(state.meta, moved)
         for bound in self.bounds:
             bounded = bound(bounded)
@@ -246,7 +253,7 @@ _FREE = Free()
 
 
 def _coasting(finite: Tensor, seen: Seen, buffers: Buffers) -> Seen:
-    """Return what was seen, or, if it is not finite, a zero gradient and the old buffers, marked by a value of NaN."""
+    """Return what was seen or, if it is not finite, no gradient and the old buffers, valued NaN."""
     return Seen(
         torch.where(finite, seen.value, torch.nan),
         {k: torch.where(finite, g, 0.0) for k, g in seen.grads.items()},

@@ -4,6 +4,8 @@ A guard is `(grads, now, last, seen) -> grads`: the hypergradient in the learner
 now, the last step, and what was seen since. A bound is `meta -> meta`.
 """
 
+from __future__ import annotations  # torch.compile does not follow annotations of inner functions
+
 from collections.abc import Callable
 
 import torch
@@ -18,7 +20,7 @@ Bound = Callable[[Meta], Meta]
 
 
 def scale_free(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
-    """Divide the hypergradient by ‖∇J‖ ‖Δθ‖, the most that the last step can have changed J (docs/math.md, 14).
+    """Divide the hypergradient by ‖∇J‖ ‖Δθ‖, the most that the last step changed J by (docs/math.md, 14).
 
     A preconditioner's by its own parameter's; the rest by those of all parameters. What is left has no units:
     for log lr under SGD it is minus the cosine between the step's gradient and the next.

@@ -1,5 +1,7 @@
 """Training as a pure function: evaluate the loss, then advance the parameters."""
 
+from __future__ import annotations  # torch.compile does not follow annotations of inner functions
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,13 +54,13 @@ class Training:
         return self.optimizer.domains
 
     def meta(self, params: Params, hyper: Any, generator: Generator | None = None) -> Meta:
-        """Return where learning starts: `hyper`, in the parameters' precision, and each preconditioner's tensors."""
+        """Return where learning starts: `hyper`, as precise as the parameters, and each family's tensors."""
         _check_params(params)
         _check_names("the preconditioner", self.preconditioners, params)
         for name, value in zip(hyper._fields, hyper, strict=True):
             if isinstance(value, dict) and value.keys() != params.keys():
                 raise ValueError(
-                    f"The hyperparameter {name} names {sorted(value)}, but the parameters are {sorted(params)}. "
+                    f"The hyperparameter {name} names {sorted(value)}, but there are {sorted(params)}. "
                     "Give one value for each, or one scalar for all."
                 )
         first = next(iter(params.values()))
@@ -81,7 +83,7 @@ class Training:
             value, buffers = result
             if value.dim() != 0:
                 raise ValueError(
-                    f"A loss returns a scalar value, got shape {tuple(value.shape)}. Take its mean() or sum()."
+                    f"A loss returns a scalar value, got shape {tuple(value.shape)}. Take its mean()."
                 )
             return value, buffers
 
@@ -98,7 +100,7 @@ class Training:
         return self.advance(meta, carry, self.evaluate(carry, batch))
 
     def pullback(self, meta: Meta, last: Last, cotangent: Params) -> Meta:
-        """Return the derivative of ⟨cotangent, params after the last step⟩ in meta, the last state held fixed.
+        """Return the derivative of ⟨cotangent, params after the last step⟩ in meta, the state before it held.
 
         This is the truncation that makes the online estimate cheap, and biased (docs/math.md, 1). Without
         credit it is the VJP of `advance`; with credit, P(m) stands before all the gradients that moved θ.
@@ -112,10 +114,7 @@ class Training:
         moved_by = last.credit or seen.grads
         return Meta(
             d_hyper,
-            {
-                k: self._family(k).pullback(m, moved_by[k], toward[k])
-                for k, m in meta.precond.items()
-            },
+            {k: self._family(k).pullback(m, moved_by[k], toward[k]) for k, m in meta.precond.items()},
         )
 
     def precondition(self, precond: dict[str, Tree], grads: Params) -> Params:
@@ -132,14 +131,16 @@ class Training:
     def check(self, meta: Meta, carry: Carry) -> None:
         """Refuse a meta that was made for other parameters."""
         _check_tree(meta, carry)
+        if tree.is_transforming():  # where vmap forbids the random numbers that a family may start from
+            return
         for name, param in carry.params.items():
             family = self._family(name)
             expected = tree.map(lambda x: x.shape, family.init(param, Generator(param.device)))
             found = tree.map(lambda x: x.shape, meta.precond[name])
             if expected != found:
                 raise ValueError(
-                    f"{family} for {name!r}, of shape {tuple(param.shape)}, holds tensors of other shapes ({found}) "
-                    f"than it needs ({expected}). Make meta with training.meta(params, ...)."
+                    f"{family} of {name!r}, {tuple(param.shape)}, has tensors of shape {found}, "
+                    f"but needs {expected}. Make meta with training.meta(params, ...)."
                 )
 
     def _family(self, name: str) -> Preconditioner:
@@ -165,7 +166,7 @@ def _check_names(what: str, names: Mapping[str, Any], params: Params) -> None:
     for name in names:
         if name not in params:
             raise ValueError(
-                f"There is no parameter {name!r} for {what} {names[name]}: the parameters are {sorted(params)}. "
+                f"There is no parameter {name!r} for {what} {names[name]}: there are {sorted(params)}. "
                 "Correct the name or drop it."
             )
 

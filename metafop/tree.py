@@ -1,10 +1,11 @@
-"""Arithmetic on trees of tensors, and leaves by name. The only file that looks inside torch's private parts."""
+"""Arithmetic on trees of tensors, and leaves by name. The only file that uses what is private in torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import is_batchedtensor, peek_interpreter_stack
+from torch.func import vjp
 from torch.utils import _pytree as pytree
 
 from metafop.types import Tree
@@ -52,6 +53,12 @@ def all_finite(x: Tree) -> Tensor:
     return torch.isfinite(torch.stack([s.to(sums[0].dtype) for s in sums])).all()
 
 
+def pull(function: Callable[[Tree], Tree], x: Tree, cotangent: Tree) -> Tree:
+    """Return the derivative of ⟨cotangent, function(x)⟩ in x, by autograd."""
+    pullback = vjp(function, x)[1]
+    return pullback(cotangent)[0]
+
+
 def stack(trees: Sequence[Tree]) -> Tree:
     """Return one tree whose leaves are those of `trees`, stacked: what `vmap` maps over."""
     return map(lambda *xs: torch.stack(xs), *trees)
@@ -74,6 +81,11 @@ def replace(x: Tree, new: dict[str, Tensor]) -> Tree:
 def is_concrete(x: Tensor) -> bool:
     """Return whether the tensor holds one value that Python may look at (under `vmap` it holds many)."""
     return not is_batchedtensor(x) and x.device.type != "meta"
+
+
+def is_transforming() -> bool:
+    """Return whether this code runs inside `vmap`, `grad` or another transform of torch.func."""
+    return peek_interpreter_stack() is not None
 
 
 def _children(x: Tree) -> Iterable[tuple[str, Tree]]:

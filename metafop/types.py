@@ -97,7 +97,10 @@ class Optimizer(Protocol):
         ...
 
     def credit(self, hyper: Any, memory: Tree, grads: Params) -> tuple[Params | tuple[()], Tree]:
-        """Return the gradients that this step's movement is made of (`()`: its own alone), and the memory of them."""
+        """Return the gradients that this step's movement is made of, and the memory of them.
+
+        `()` says that it is made of the step's own gradient alone.
+        """
         ...
 
     def toward(self, hyper: Any, params: Params, opt: Tree, direction: Params, cotangent: Params) -> Params:

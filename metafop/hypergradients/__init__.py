@@ -1,5 +1,5 @@
 """Derivatives of training in what steers it."""
 
-from metafop.hypergradients.one_step import one_step
+from metafop.hypergradients.one_step import by_autograd, closed_form
 
-__all__ = ["one_step"]
+__all__ = ["by_autograd", "closed_form"]

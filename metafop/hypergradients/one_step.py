@@ -1,25 +1,30 @@
-"""The one-step hypergradient by autograd: the derivative of the step just taken, and nothing before it."""
+"""The one-step hypergradient, two ways: the derivative of the step just taken, and of nothing before it."""
 
-from dataclasses import dataclass
-from typing import Any
-
-from torch.func import vjp
+from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
 from metafop import tree
-from metafop.training import Training
-from metafop.types import Info, Last, Meta, Params, Seen, Trains, Tree
+from metafop.types import Last, Meta, Params, Trains
 
 
-def one_step(training: Trains, meta: Meta, last: Last, cotangent: Params) -> Meta:
+def closed_form(training: Trains, meta: Meta, last: Last, cotangent: Params) -> Meta:
+    """Return the hand-written pullback of the last step: the optimizer's, then the preconditioner's."""
+    return training.pullback(meta, last, cotangent)
+
+
+def by_autograd(training: Trains, meta: Meta, last: Last, cotangent: Params) -> Meta:
     """Return the VJP of `advance` in meta: ∂⟨cotangent, params after the last step⟩ (docs/math.md, 1).
 
-    With the gradient at those parameters as cotangent this is ∂J/∂meta, the last state held fixed. It is what
-    `training.pullback` computes in closed form, for every optimizer and preconditioner, credit left aside.
+    With the gradient at those parameters as cotangent this is ∂J/∂meta, the last state held fixed: what
+    `closed_form` computes, for every optimizer and preconditioner.
     """
+    if last.credit:
+        raise ValueError(
+            "by_autograd differentiates the last step alone and got a credit for earlier ones. "
+            'Use Online(credit="gradient") or hypergradient=closed_form.'
+        )
 
     def params(meta: Meta) -> Params:
         carry, _ = training.advance(meta, last.carry, last.seen)
         return carry.params
 
-    _, pull = vjp(params, meta)
-    return pull(cotangent)[0]
+    return tree.pull(params, meta, cotangent)

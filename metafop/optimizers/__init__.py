@@ -5,4 +5,15 @@ from metafop.optimizers.hyper import Free, Positive, Unit
 from metafop.optimizers.momentum import Momentum, MomentumHyper
 from metafop.optimizers.sgd import SGD, SGDHyper
 
-__all__ = ["SGD", "Adam", "AdamHyper", "AdamState", "Free", "Momentum", "MomentumHyper", "Positive", "SGDHyper", "Unit"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamHyper",
+    "AdamState",
+    "Free",
+    "Momentum",
+    "MomentumHyper",
+    "Positive",
+    "SGDHyper",
+    "Unit",
+]

@@ -1,8 +1,7 @@
 """Adam, with decoupled weight decay."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,19 +47,21 @@ class Adam:
     Where v̂ is exactly zero the derivative of its root is taken as zero: it is infinite, and would turn the
     zero that it multiplies into NaN.
 
-    >>> adam, params = Adam(), {"w": torch.zeros(2)}
-    >>> params, state = adam.update(adam.hyper(lr=0.1), params, adam.init(params), {"w": torch.tensor([3.0, 0.0])})
+    >>> adam, params, direction = Adam(), {"w": torch.zeros(2)}, {"w": torch.tensor([3.0, 0.0])}
+    >>> params, state = adam.update(adam.hyper(lr=0.1), params, adam.init(params), direction)
     >>> params["w"]
     tensor([-0.1000,  0.0000])
     """
 
-    domains: ClassVar[Mapping[str, Domain]] = {
-        "lr": Positive(),
-        "beta1": Unit(),
-        "beta2": Unit(),
-        "eps": Positive(zero=False),
-        "weight_decay": Positive(),
-    }
+    @property
+    def domains(self) -> dict[str, Domain]:
+        return {
+            "lr": Positive(),
+            "beta1": Unit(),
+            "beta2": Unit(),
+            "eps": Positive(zero=False),
+            "weight_decay": Positive(),
+        }
 
     def hyper(
         self,

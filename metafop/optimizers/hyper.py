@@ -1,9 +1,8 @@
-"""What a hyperparameter is: one tensor or one per parameter, its domain, and the coordinate it is learned in."""
+"""What a hyperparameter is: one tensor or one per parameter, in a domain, learned in a coordinate."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -46,7 +45,9 @@ class Positive:
 class Unit:
     """0 ≤ x < 1, learned as z = log x / (1 - x)."""
 
-    says: ClassVar[str] = "from 0 to below 1"
+    @property
+    def says(self) -> str:
+        return "from 0 to below 1"
 
     def holds(self, value: float) -> bool:
         return 0 <= value < 1
@@ -76,7 +77,9 @@ class Unit:
 class Free:
     """Any x, learned as it is."""
 
-    says: ClassVar[str] = "of any size"
+    @property
+    def says(self) -> str:
+        return "of any size"
 
     def holds(self, value: float) -> bool:
         return math.isfinite(value)
@@ -106,9 +109,7 @@ def tensors(owner: object, domains: Mapping[str, Domain], values: Mapping[str, V
                 "For a value per parameter pass a dict by name; for a sweep, vmap over the field."
             )
         if not made.is_floating_point():
-            raise TypeError(
-                f"{owner}.hyper takes a floating-point {name}, got {made.dtype}. Convert it with .to(torch.float64)."
-            )
+            raise TypeError(f"{owner}.hyper takes a floating-point {name}, got {made.dtype}. Pass a float.")
         if tree.is_concrete(made) and not domain.holds(made.item()):
             raise ValueError(
                 f"{owner}.hyper takes {name} {domain.says}, got {made.item():g}. Pass a value in that range."
@@ -129,5 +130,5 @@ def at(value: Tensor | dict[str, Tensor], name: str) -> Tensor:
 
 
 def collect(value: Tensor | dict[str, Tensor], by_name: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
-    """Return the derivative in `value`, given the derivative in each `at(value, name)`: the transpose of `at`."""
+    """Return the derivative in `value`, given that in each `at(value, name)`: the transpose of `at`."""
     return by_name if isinstance(value, dict) else torch.stack(list(by_name.values())).sum()

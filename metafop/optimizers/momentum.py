@@ -1,8 +1,7 @@
 """Gradient descent with momentum: heavy ball and Nesterov's."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +34,10 @@ class Momentum:
     """
 
     nesterov: bool = False
-    domains: ClassVar[Mapping[str, Domain]] = {"lr": Positive(), "decay": Unit(), "weight_decay": Positive()}
+
+    @property
+    def domains(self) -> dict[str, Domain]:
+        return {"lr": Positive(), "decay": Unit(), "weight_decay": Positive()}
 
     def hyper(self, lr: Value, decay: Value = 0.9, weight_decay: Value = 0.0) -> MomentumHyper:
         values = {"lr": lr, "decay": decay, "weight_decay": weight_decay}
@@ -45,27 +47,30 @@ class Momentum:
         return tree.zeros_like(params)
 
     def update(
-        self, hyper: MomentumHyper, params: Params, velocity: Params, direction: Params
+        self, hyper: MomentumHyper, params: Params, opt: Params, direction: Params
     ) -> tuple[Params, Params]:
-        velocity, ahead = self._moves(hyper, params, velocity, direction)
+        velocity, ahead = self._moves(hyper, params, opt, direction)
         return {k: torch.addcmul(p, at(hyper.lr, k), ahead[k], value=-1) for k, p in params.items()}, velocity
 
     def pullback(
-        self, hyper: MomentumHyper, params: Params, velocity: Params, direction: Params, cotangent: Params
+        self, hyper: MomentumHyper, params: Params, opt: Params, direction: Params, cotangent: Params
     ) -> tuple[MomentumHyper, Params]:
-        """∂d = -lr c and ∂decay = -lr ⟨c, v⟩; nesterov: -lr (1 + decay) c, -lr ⟨c, v' + decay v⟩ (docs/math.md, 6)."""
-        new_velocity, ahead = self._moves(hyper, params, velocity, direction)
-        toward = self.toward(hyper, params, velocity, direction, cotangent)
+        """∂d = -lr c,  ∂decay = -lr ⟨c, v⟩  (docs/math.md, 6).
+
+        With `nesterov`: ∂d = -lr (1 + decay) c,  ∂decay = -lr ⟨c, v' + decay v⟩.
+        """
+        velocity, ahead = self._moves(hyper, params, opt, direction)
+        toward = self.toward(hyper, params, opt, direction, cotangent)
         d_lr = {k: -tree.dot(c, ahead[k]) for k, c in cotangent.items()}
         d_weight_decay = {k: tree.dot(t, params[k]) for k, t in toward.items()}
         d_ahead = {k: -at(hyper.lr, k) * c for k, c in cotangent.items()}
         if self.nesterov:
             d_decay = {
-                k: tree.dot(a, torch.addcmul(new_velocity[k], at(hyper.decay, k), velocity[k]))
+                k: tree.dot(a, torch.addcmul(velocity[k], at(hyper.decay, k), opt[k]))
                 for k, a in d_ahead.items()
             }
         else:
-            d_decay = {k: tree.dot(a, velocity[k]) for k, a in d_ahead.items()}
+            d_decay = {k: tree.dot(a, opt[k]) for k, a in d_ahead.items()}
         d_hyper = MomentumHyper(
             collect(hyper.lr, d_lr),
             collect(hyper.decay, d_decay),
@@ -88,7 +93,7 @@ class Momentum:
         return credit, memory
 
     def toward(
-        self, hyper: MomentumHyper, params: Params, velocity: Params, direction: Params, cotangent: Params
+        self, hyper: MomentumHyper, params: Params, opt: Params, direction: Params, cotangent: Params
     ) -> Params:
         if self.nesterov:
             return {k: -at(hyper.lr, k) * (1 + at(hyper.decay, k)) * c for k, c in cotangent.items()}

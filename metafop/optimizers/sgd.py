@@ -1,8 +1,7 @@
 """Gradient descent."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +28,9 @@ class SGD:
     tensor([0.9000, 0.9000])
     """
 
-    domains: ClassVar[Mapping[str, Domain]] = {"lr": Positive(), "weight_decay": Positive()}
+    @property
+    def domains(self) -> dict[str, Domain]:
+        return {"lr": Positive(), "weight_decay": Positive()}
 
     def hyper(self, lr: Value, weight_decay: Value = 0.0) -> SGDHyper:
         return SGDHyper(*tensors(self, self.domains, {"lr": lr, "weight_decay": weight_decay}))

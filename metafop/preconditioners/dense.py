@@ -52,7 +52,7 @@ class Spatial:
     def init(self, param: Tensor, generator: Generator | None = None) -> Tensor:
         if param.dim() < 3:
             raise ValueError(
-                f"Spatial fits kernels of shape (out, in, k, ...), got a parameter of shape {tuple(param.shape)}. "
+                f"Spatial fits kernels of shape (out, in, k, ...), got one of shape {tuple(param.shape)}. "
                 "For a matrix or a vector use LowRank or Dense."
             )
         return _identity(math.prod(param.shape[2:]), param)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 def rows(m: Tensor, grad: Tensor) -> Tensor:
-    """Return `grad` cut into rows of n numbers, in the precision of M; leading dimensions of M are a stack."""
+    """Return `grad` cut into rows of n numbers, in M's precision; leading dimensions of M are a stack."""
     return grad.reshape(*m.shape[:-2], -1, m.shape[-2]).to(m.dtype)
 
 

@@ -32,15 +32,16 @@ def assign(
 
     Patterns are those of the shell: `*` stands for any characters.
 
-    >>> params = {"conv.weight": torch.zeros(8, 3, 3, 3), "head.weight": torch.zeros(10, 8), "head.bias": torch.zeros(10)}
+    >>> params = {"conv.weight": torch.zeros(8, 3, 3, 3), "head.weight": torch.zeros(10, 8)}
     >>> assign(params, {"head.*": Scalar()})
-    {'conv.weight': Spatial(), 'head.weight': Scalar(), 'head.bias': Scalar()}
+    {'conv.weight': Spatial(), 'head.weight': Scalar()}
     """
     rules = rules or {}
     for pattern in rules:
         if not any(fnmatchcase(name, pattern) for name in params):
             raise ValueError(
-                f"The rule {pattern!r} fits none of the parameters {sorted(params)}. Correct the pattern or drop it."
+                f"The rule {pattern!r} fits none of the parameters {sorted(params)}. "
+                "Correct the pattern or drop it."
             )
     return {
         name: next(

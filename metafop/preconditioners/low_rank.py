@@ -40,8 +40,8 @@ class LowRank:
         n = inputs(param)
         if self.rank > n:
             raise ValueError(
-                f"LowRank(rank={self.rank}) does not fit a parameter of shape {tuple(param.shape)} with {n} inputs. "
-                f"Pass a rank of at most {n}."
+                f"LowRank(rank={self.rank}) does not fit a parameter of shape {tuple(param.shape)}, "
+                f"which has {n} inputs. Pass a rank of at most {n}."
             )
         if generator is None:
             raise ValueError(

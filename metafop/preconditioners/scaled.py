@@ -1,13 +1,14 @@
 """Wrappers that rescale another family's P by a number that depends on P: P' = s(P) P."""
 
+from __future__ import annotations  # torch.compile does not follow annotations of inner functions
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor
-from torch.func import vjp
 
 from metafop import tree
 from metafop.types import Preconditioner, Tree
@@ -104,7 +105,7 @@ class Rescaled:
 
     family: Preconditioner
     limit: float
-    delta: Callable[[Tensor], Tensor] = inverse_square
+    delta: Callable[[Tensor], Tensor] = field(default=inverse_square, repr=False)
 
     def __post_init__(self) -> None:
         if not self.limit > 0:
@@ -121,7 +122,7 @@ class Rescaled:
         return self._scale(m) * self.family.apply(m.inner, grad)
 
     def pullback(self, m: Aging, grad: Tensor, cotangent: Tensor) -> Aging:
-        
+
         def scale(inner: Tree) -> Tensor:
             return self._scale(Aging(inner, m.time))
 
@@ -145,9 +146,9 @@ def _pullback(
     """Return `s ∂⟨c, P g⟩ + ⟨c, P g⟩ ∂s`, ∂s by autograd: the product rule (docs/math.md, 4)."""
     if not tree.leaves(m):
         return m
-    value, pull = vjp(scale, m)
+    value = scale(m)
     along = tree.dot(cotangent, family.apply(m, grad)).to(value.dtype)
-    return tree.add(tree.scale(family.pullback(m, grad, cotangent), value), pull(along)[0])
+    return tree.add(tree.scale(family.pullback(m, grad, cotangent), value), tree.pull(scale, m, along))
 
 
 def _spectral(family: Preconditioner, m: Tree) -> Tensor:
