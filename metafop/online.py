@@ -12,6 +12,7 @@ from torch import Tensor
 from metafop import tree
 from metafop.hypergradients import closed_form
 from metafop.optimizers import Free
+from metafop.preconditioners import Aging
 from metafop.safeguards import Bound, Guard, scale_free
 from metafop.types import Batch, Buffers, Domain, Info, Last, Meta, Optimizer, Params, Seen, Trains, Tree
 
@@ -55,8 +56,8 @@ class Online:
     takes the last step again, with what was learned from it, whenever the loss rose; it means something only
     if every batch is the same. Why the defaults are what they are: docs/concepts.md.
 
-    Learning rates move as log lr, decays as log decay / (1 - decay), matrices as they are. It is itself a
-    training, steered by Meta(hyper of the meta-optimizer, {}): it can be learned by another.
+    Learning rates move as log lr, decays as logit decay, matrices as they are. It is itself a training,
+    steered by Meta(hyper of the meta-optimizer, {}): it can be learned by another. (docs/math.md, 9 to 11)
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] * batch).square().sum())
     >>> training, params = Training(loss, SGD(), {"w": Dense()}), {"w": torch.ones(2)}
@@ -146,13 +147,13 @@ class Online:
         last, memory = self._last(state)
         grads = self._hypergradient(state, last, seen)
         moves = finite & tree.all_finite(grads) & (state.taken > 0)
-        learned, meta_opt, moves = self._moved(meta, state, grads, moves)
-        new_meta = tree.replace(state.meta, learned)
+        new_meta, meta_opt, moves = self._moved(meta, state, grads, moves)
 
         # Then take the next one; or, if the loss rose, the last one again.
         carry, info = state.carry, {"finite": finite, "moved": moves}
         if self.null_step:
-            rose = (state.taken > 0) & ~(seen.value <= state.last_seen.value)
+            before = state.last_seen.value
+            rose = (state.taken > 0) & before.isfinite() & ~(seen.value <= before)
             carry, seen, memory = tree.where(
                 rose, (state.last_carry, state.last_seen, state.memory), (carry, seen, memory)
             )
@@ -168,7 +169,7 @@ class Online:
         return self.advance(meta, state, self.evaluate(state, batch))
 
     def pullback(self, meta: Meta, last: Last, cotangent: Params) -> Meta:
-        """The VJP of `advance` in meta: through the meta-optimizer's step and the training step after it."""
+        """The VJP of `advance`, through the meta-optimizer's step and the one after it (docs/math.md, 11)."""
 
         def params(meta: Meta) -> Params:
             state, _ = self.advance(meta, last.carry, last.seen)
@@ -218,8 +219,8 @@ class Online:
 
     def _moved(
         self, meta: Meta, state: OnlineCarry, grads: dict[str, Tensor], moves: Tensor
-    ) -> tuple[dict[str, Tensor], Tree, Tensor]:
-        """Return the learned leaves and the meta-optimizer's state, and whether it took its step."""
+    ) -> tuple[Meta, Tree, Tensor]:
+        """Return meta and the meta-optimizer's state after its step, and whether it was taken."""
         values = self._learned(state.meta)
         old = {name: self._domain(name).coordinate(value) for name, value in values.items()}
         # What is not used must be finite too: a derivative through `where` multiplies it by zero.
@@ -228,20 +229,19 @@ class Online:
         moved = {
             name: self._domain(name).moved(value, old[name], new[name]) for name, value in values.items()
         }
-        bounded = tree.replace(state.meta, moved)
+        new_meta = tree.replace(state.meta, moved)
         for bound in self.bounds:
-            bounded = bound(bounded)
-        moved = self._learned(bounded)
-        moves = moves & tree.all_finite(moved)
-        learned, meta_opt = tree.where(moves, (moved, meta_opt), (values, state.meta_opt))
-        return learned, meta_opt, moves
+            new_meta = bound(new_meta)
+        moves = moves & tree.all_finite(self._learned(new_meta))
+        return *tree.where(moves, (new_meta, meta_opt), (state.meta, state.meta_opt)), moves
 
     def _learned(self, meta: Meta) -> dict[str, Tensor]:
-        """Return the leaves that `learn` names, by name."""
+        """Return the leaves that `learn` names, by name; the time of a `Rescaled` family only passes."""
+        clocks = {f"precond.{k}.time" for k, m in meta.precond.items() if isinstance(m, Aging)}
         return {
             name: leaf
             for name, leaf in tree.named(meta).items()
-            if any(name == part or name.startswith(f"{part}.") for part in self.learn)
+            if name not in clocks and any(name == part or name.startswith(f"{part}.") for part in self.learn)
         }
 
     def _domain(self, name: str) -> Domain:
@@ -253,7 +253,10 @@ _FREE = Free()
 
 
 def _coasting(finite: Tensor, seen: Seen, buffers: Buffers) -> Seen:
-    """Return what was seen or, if it is not finite, no gradient and the old buffers, valued NaN."""
+    """Return what was seen or, if it is not finite, no gradient and the old buffers, valued NaN.
+
+    (docs/math.md, 16)
+    """
     return Seen(
         torch.where(finite, seen.value, torch.nan),
         {k: torch.where(finite, g, 0.0) for k, g in seen.grads.items()},

@@ -20,10 +20,10 @@ Bound = Callable[[Meta], Meta]
 
 
 def scale_free(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
-    """Divide the hypergradient by ‖∇J‖ ‖Δθ‖, the most that the last step changed J by (docs/math.md, 14).
+    """Divide the hypergradient by ‖∇J‖ ‖Δθ‖, the most that a step so long can change J by (docs/math.md, 14).
 
-    A preconditioner's by its own parameter's; the rest by those of all parameters. What is left has no units:
-    for log lr under SGD it is minus the cosine between the step's gradient and the next.
+    To first order, that is. A preconditioner's is divided by its own parameter's; the rest by those of all
+    parameters. What is left has no units: for log lr under SGD, ⟨∇J, Δθ⟩ over it is a cosine.
     """
     moved = {k: p - last.carry.params[k] for k, p in now.items()}
     everywhere = tree.norm(seen.grads) * tree.norm(moved)
@@ -44,7 +44,7 @@ def feedback(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
 
 
 def clip(limit: float) -> Guard:
-    """Return a guard that shortens the hypergradient to a norm of at most `limit`."""
+    """Return a guard that shortens the hypergradient to a norm of at most `limit` (docs/math.md, 18)."""
     _check_limit("clip", limit)
 
     def clipped(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
@@ -55,7 +55,7 @@ def clip(limit: float) -> Guard:
 
 
 def bound_norm(limit: float) -> Bound:
-    """Return a bound that keeps ‖M‖_F of every preconditioner's tensors within `limit`.
+    """Return a bound that keeps ‖M‖_F of every preconditioner's tensors within `limit` (docs/math.md, 18).
 
     It bounds ‖P‖ too: M Mᵀ by limit², I + M Mᵀ by 1 + limit². For a bound on ‖P‖ itself, wrap the family in
     `Bounded`.

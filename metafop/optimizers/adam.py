@@ -132,14 +132,14 @@ class Adam:
         return tree.zeros_like(params)
 
     def credit(self, hyper: AdamHyper, memory: Params, grads: Params) -> tuple[Params, Params]:
-        """u' = β1 u + g, the first moment's gradients; the second moment is held (docs/math.md, 13)."""
-        memory = {k: at(hyper.beta1, k) * u + grads[k] for k, u in memory.items()}
-        return memory, memory
+        """u' = β1 u + (1 - β1) g, credit u' / (1 - β1): the first moment's gradients (docs/math.md, 13)."""
+        memory = {k: torch.addcmul(u, 1 - at(hyper.beta1, k), grads[k] - u) for k, u in memory.items()}
+        return {k: u / (1 - at(hyper.beta1, k)) for k, u in memory.items()}, memory
 
     def toward(
         self, hyper: AdamHyper, params: Params, opt: AdamState, direction: Params, cotangent: Params
     ) -> Params:
-        """-lr c (1 - β1) / ((1 - β1ᵗ) D): the way through the first moment alone."""
+        """-lr c (1 - β1) / ((1 - β1ᵗ) D): through the first moment, the second held (docs/math.md, 13)."""
         result = {}
         for k, c in cotangent.items():
             part = self._parts(hyper, k, opt, direction[k])

@@ -15,7 +15,7 @@ Value = float | Tensor | Mapping[str, float | Tensor]
 
 @dataclass(frozen=True)
 class Positive:
-    """x ≥ 0 (or x > 0, where `zero` is not allowed), learned as z = log x."""
+    """x ≥ 0 (or x > 0, where `zero` is not allowed), learned as z = log x (docs/math.md, 9)."""
 
     zero: bool = True
 
@@ -43,7 +43,7 @@ class Positive:
 
 @dataclass(frozen=True)
 class Unit:
-    """0 ≤ x < 1, learned as z = log x / (1 - x)."""
+    """0 ≤ x < 1, learned as z = logit x = log(x / (1 - x)) (docs/math.md, 9)."""
 
     @property
     def says(self) -> str:

@@ -36,6 +36,8 @@ class Identity:
 class Scalar:
     """P = s I: a learning rate per parameter tensor (S-HD; Baydin et al., 2018). Starts at s = 1.
 
+    (docs/math.md, 8)
+
     >>> Scalar().apply(torch.tensor(0.5), torch.tensor([1.0, 2.0]))
     tensor([0.5000, 1.0000])
     """
@@ -60,6 +62,8 @@ class Scalar:
 @dataclass(frozen=True)
 class Diagonal:
     """P = diag(d): a learning rate per number (PP-HD; Almeida et al., 1999). Starts at d = 1.
+
+    (docs/math.md, 8)
 
     >>> Diagonal().apply(torch.tensor([0.5, 2.0]), torch.tensor([1.0, 2.0]))
     tensor([0.5000, 4.0000])

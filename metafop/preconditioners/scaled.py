@@ -40,7 +40,7 @@ class _Scaled(ABC):
 
 @dataclass(frozen=True)
 class Normalized(_Scaled):
-    """√n P / ‖P‖_F: rotates the gradient and leaves the step size to the optimizer (FOP-norm, appendix A.2).
+    """√n P / ‖P‖_F: P turns the gradient, and has the norm of the identity (FOP-norm, appendix A.2).
 
     >>> family = Normalized(Scalar())
     >>> family.apply(torch.tensor(7.0), torch.tensor([1.0, 2.0]))
@@ -93,8 +93,8 @@ def inverse_square(time: Tensor) -> Tensor:
 class Rescaled:
     """γ(t) P / ‖P‖₂ with γ(t) = δ(t) ‖P‖₂ + (1 - δ(t)) p∞: P is free at first and ends at the norm p∞.
 
-    The modification under which the paper proves convergence (section 6; Baydin et al., 2018): it asks for
-    `limit` = p∞ < 1/L. The time starts at 1 and moves on by `safeguards.age`, given to `Online(bounds=…)`.
+    The modification for which the paper argues convergence (section 6; Baydin et al., 2018), given a `limit`
+    p∞ < 1/L. The time starts at 1 and moves on by `safeguards.age`, given to `Online(bounds=…)`.
 
     >>> family = Rescaled(Scalar(), limit=0.5)
     >>> family.apply(Aging(torch.tensor(7.0), torch.tensor(1.0)), torch.ones(1))

@@ -1,0 +1,165 @@
+"""What was learned, in numbers: spectra of P, the angle by which it turns the gradient, norms, whitening.
+
+For looking at, never for computing with. Scalars are named by quantity, then parameter, as in
+"eigenvalue_max/conv1.weight". A parameter for which nothing is learned has no P here; nor has an `Online`,
+which learns the matrices of the training below: pass that one and its meta to see them.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from metafop import tree
+from metafop.preconditioners import Bounded, Normalized, Rescaled, Spatial
+from metafop.training import Training
+from metafop.types import Meta, Params, Preconditioner, Trains, Tree
+
+
+def summary(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
+    """Return every scalar of this file.
+
+    >>> loss = metafop.functional.plain(lambda params, batch: params["w"].square().sum())
+    >>> training = Training(loss, SGD(), {"w": Diagonal()})
+    >>> meta = Meta(SGD().hyper(lr=0.5), {"w": torch.tensor([1.0, 3.0])})
+    >>> scalars = metafop.diagnostics.summary(training, meta, {"w": torch.tensor([3.0, 0.0])})
+    >>> scalars["condition/w"], scalars["gradient_norm/w"], scalars["angle/w"]
+    (tensor(3.), tensor(3.), tensor(0.))
+    """
+    return (
+        hyper(meta)
+        | {"gradient_norm": tree.norm(tree.map(_wide, grads))}
+        | norms("gradient_norm", grads)
+        | norms("direction_norm", directions(training, meta, grads))
+        | angles(training, meta, grads)
+        | spectra(training, meta)
+        | whitening(training, meta, grads)
+    )
+
+
+def hyper(meta: Meta) -> dict[str, Tensor]:
+    """Return "hyper/lr", or "hyper/lr/conv1.weight" if each parameter has its own; schedules are left out."""
+    named = tree.named(meta.hyper).items()
+    return {f"hyper/{name.replace('.', '/', 1)}": value for name, value in named if value.dim() == 0}
+
+
+def norms(name: str, values: Params) -> dict[str, Tensor]:
+    """Return the Euclidean norm of each tensor."""
+    return {f"{name}/{k}": torch.linalg.vector_norm(_wide(x)) for k, x in values.items()}
+
+
+def directions(training: Trains, meta: Meta, grads: Params) -> Params:
+    """Return P g for each parameter that has a P."""
+    return {k: family.apply(m, grads[k]) for k, (family, m) in _learned(training, meta).items()}
+
+
+def angles(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
+    """Return the angle in degrees between ∇J and P ∇J of each parameter (the paper, figure of angles)."""
+    turned = directions(training, meta, grads)
+    return {f"angle/{k}": angle(grads[k], direction) for k, direction in turned.items()}
+
+
+def angle(x: Tensor, y: Tensor) -> Tensor:
+    """Return `2 atan2(‖u - v‖, ‖u + v‖)` in degrees, u = x/‖x‖, v = y/‖y‖ (Kahan): exact for tiny angles too.
+
+    Zero is at 0° to zero, and at 90° to anything else: a step of zero does not descend.
+    """
+    u, v = _unit(x), _unit(y)
+    apart, together = torch.linalg.vector_norm(u - v), torch.linalg.vector_norm(u + v)
+    return torch.rad2deg(2 * torch.atan2(apart, together))
+
+
+def eigenvalues(training: Trains, meta: Meta) -> dict[str, Tensor]:
+    """Return the eigenvalues of each P, by parameter, ascending; all NaN if a number in m is not finite."""
+    return {k: _eigenvalues(family, m) for k, (family, m) in _learned(training, meta).items()}
+
+
+def spectra(training: Trains, meta: Meta) -> dict[str, Tensor]:
+    """Return, for each P with eigenvalues λ,
+
+    eigenvalue_max, eigenvalue_min, eigenvalue_mean = trace P / n,
+    norm = ‖P‖_F = √Σλ²,    norm_spectral = ‖P‖₂ = max |λ|,    condition = max |λ| / min |λ|.
+
+    P is the n-by-n matrix of its family: 1 by 1 for `Scalar`. A singular P has an infinite condition number.
+    """
+    scalars = {}
+    for k, values in eigenvalues(training, meta).items():
+        sizes = values.abs()
+        scalars[f"eigenvalue_max/{k}"] = values.amax()
+        scalars[f"eigenvalue_min/{k}"] = values.amin()
+        scalars[f"eigenvalue_mean/{k}"] = values.mean()
+        scalars[f"norm/{k}"] = torch.linalg.vector_norm(values)
+        scalars[f"norm_spectral/{k}"] = sizes.amax()
+        scalars[f"condition/{k}"] = sizes.amax() / sizes.amin()
+    return scalars
+
+
+def whitening(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
+    """Return, for each `Spatial` P, how the positions of the kernel weigh on each other, on average:
+
+    whitening_self          on itself,
+    whitening_neighbours    on those one step away along an axis, without wrapping: in a plane 4, or fewer,
+    whitening_distant       on all others,
+    whitening_index         -neighbours / self.
+
+    The index is 0 for multiples of the identity and positive where P decorrelates as the paper describes:
+    strong positive weights on itself, negative ones on neighbours (section 5). Where distant weights are as
+    negative as those, P only removes the mean over the kernel. A mean over no pairs is 0.
+    """
+    spatial = [k for k, (family, _) in _learned(training, meta).items() if _is_spatial(family)]
+    scalars = {}
+    for k, p in matrices(training, meta, spatial).items():
+        steps = _steps(grads[k].shape[2:]).to(p.device)
+        own, near, far = _mean(p, steps == 0), _mean(p, steps == 1), _mean(p, steps > 1)
+        scalars[f"whitening_self/{k}"] = own
+        scalars[f"whitening_neighbours/{k}"] = near
+        scalars[f"whitening_distant/{k}"] = far
+        scalars[f"whitening_index/{k}"] = torch.where(near == 0, 0.0, -near / own)
+    return scalars
+
+
+def matrices(training: Trains, meta: Meta, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return P itself for the parameters named: n by n numbers, too many for `Kronecker` on a wide layer."""
+    learned = _learned(training, meta)
+    return {k: learned[k][0].matrix(learned[k][1]) for k in names}
+
+
+def _learned(training: Trains, meta: Meta) -> dict[str, tuple[Preconditioner, Tree]]:
+    """Return the family and the tensors of each parameter for which there are any."""
+    if not isinstance(training, Training):
+        return {}
+    return {k: (training.preconditioners[k], m) for k, m in meta.precond.items() if tree.leaves(m)}
+
+
+def _is_spatial(family: Preconditioner) -> bool:
+    while isinstance(family, Normalized | Bounded | Rescaled):
+        family = family.family
+    return isinstance(family, Spatial)
+
+
+def _eigenvalues(family: Preconditioner, m: Tree) -> Tensor:
+    finite = tree.all_finite(m)
+    usable = tree.map(lambda x: torch.where(finite, x, 0.0), m)  # LAPACK raises on NaN
+    return torch.where(finite, family.eigenvalues(usable).sort().values, torch.nan)
+
+
+def _steps(kernel: Sequence[int]) -> Tensor:
+    """Return how many steps along the axes lie between each two positions of the kernel, row by row."""
+    positions = torch.ones(*kernel).nonzero()  # (n, axes)
+    return (positions[:, None] - positions).abs().sum(-1)
+
+
+def _mean(p: Tensor, pairs: Tensor) -> Tensor:
+    return torch.where(pairs, p, 0.0).sum() / max(int(pairs.sum()), 1)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Return x/‖x‖, or zero for zero. The largest number is divided out first: squares underflow."""
+    x = _wide(x)
+    largest = x.abs().amax()
+    x = x / torch.where(largest == 0, 1.0, largest)
+    return x / torch.linalg.vector_norm(x).clamp(min=1)  # at least 1 by now, unless zero
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,140 @@
+"""Writes what a person looks at to TensorBoard. The only file that imports tensorboard."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from metafop import diagnostics
+from metafop.types import Info, Meta, Params, Trains
+
+try:
+    from torch.utils.tensorboard import FileWriter
+    from torch.utils.tensorboard.summary import histogram, hparams, image, scalar
+except ImportError as error:
+    raise ImportError(
+        'metafop.tensorboard needs tensorboard, which is not installed: pip install "metafop[experiments]".'
+    ) from error
+
+_LARGEST_HISTOGRAM = 1024  # rows of P: a million numbers
+_LARGEST_IMAGE = 64
+_PIXELS = 288  # the side of an image, at most: 32 for each number of a 9-by-9 P
+_BINS = 64
+_RED, _BLUE = (0.70, 0.09, 0.17), (0.13, 0.40, 0.67)
+
+
+class Logger:
+    """Writes to one directory, which is one run in TensorBoard; close it, or use it in a `with`.
+
+    >>> import tempfile
+    >>> from metafop.tensorboard import Logger
+    >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] * batch).square().sum())
+    >>> training, params = Training(loss, SGD(), {"w": Dense()}), {"w": torch.ones(2)}
+    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.01)), training.init(params)
+    >>> with tempfile.TemporaryDirectory() as directory, Logger(directory) as logger:
+    ...     for step in range(10):
+    ...         seen = training.evaluate(carry, torch.tensor([1.0, 3.0]))
+    ...         carry, info = training.advance(meta, carry, seen)
+    ...         logger.info(step, info)
+    ...     logger.diagnostics(step, training, meta, seen.grads)
+    ...     logger.hyperparameters({"lr": 0.01, "family": Dense()}, {"loss": info["value"]})
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self._events = FileWriter(directory)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write what still waits; nothing can be written afterwards."""
+        self._events.close()
+
+    def info(self, step: int, info: Info) -> None:
+        """Write every scalar: booleans as 0 and 1, NaN as NaN. Tensors of several numbers are left out."""
+        for name, value in info.items():
+            if value.numel() == 1:
+                self._scalar(step, name, value)
+
+    def diagnostics(self, step: int, training: Trains, meta: Meta, grads: Params) -> None:
+        """Write `diagnostics.summary`, histograms "eigenvalues/…" and "P_values/…", and images "P/…".
+
+        The values of P if it has at most 1024 rows, its image if at most 64. Where some are not finite there
+        is no histogram but a scalar "nonfinite/…": how many. The storeys of a tower share names: use a Logger
+        for each.
+        """
+        self.info(step, diagnostics.summary(training, meta, grads))
+        spectra = diagnostics.eigenvalues(training, meta)
+        for name, values in spectra.items():
+            self._histogram(step, f"eigenvalues/{name}", values)
+        small = [name for name, values in spectra.items() if values.numel() <= _LARGEST_HISTOGRAM]
+        for name, p in diagnostics.matrices(training, meta, small).items():
+            # Not "P/…": TensorBoard drops a name under which it finds two kinds of things.
+            self._histogram(step, f"P_values/{name}", p)
+            if p.shape[-1] <= _LARGEST_IMAGE:
+                self._events.add_summary(image(f"P/{name}", picture(p), dataformats="CHW"), step)
+
+    def hyperparameters(self, settings: Mapping[str, Any], metrics: Mapping[str, float | Tensor]) -> None:
+        """Write one row of the HParams tab: what was chosen, and what came of it, once, at the end of a run.
+
+        Finite numbers stay numbers; every other setting is written as Python prints it. Metrics are the
+        scalars "hparam/…".
+        """
+        results = {f"hparam/{name}": _number(value) for name, value in metrics.items()}
+        for summary in hparams({name: _setting(value) for name, value in settings.items()}, results):
+            self._events.add_summary(summary)
+        for name, value in results.items():
+            self._events.add_summary(scalar(name, value))
+
+    def _scalar(self, step: int, name: str, value: Tensor) -> None:
+        self._events.add_summary(scalar(name, _number(value)), step)
+
+    def _histogram(self, step: int, name: str, values: Tensor) -> None:
+        nonfinite = (~torch.isfinite(values)).sum()
+        if nonfinite > 0:
+            self._scalar(step, f"nonfinite/{name}", nonfinite)
+        else:
+            values = values.detach().cpu().double()
+            self._events.add_summary(histogram(name, values, _edges(values)), step)
+
+
+def picture(p: Tensor) -> Tensor:
+    """Return P as an image, (3, height, width): red above zero, white at it, blue below, black if not finite.
+
+    A number x has a depth of √(|x| / max |P|), from 0 to 1, so that a hundredth of the largest is still seen.
+    """
+    p = p.detach().cpu().double()
+    known = torch.isfinite(p)
+    x = torch.where(known, p, 0.0)
+    depth = (x.abs() / x.abs().amax().clamp(min=torch.finfo(x.dtype).tiny)).sqrt()
+    colour = torch.where(x > 0, _column(_RED), _column(_BLUE))  # (3, n, n)
+    painted = torch.where(known, 1 - depth * (1 - colour), 0.0)
+    zoom = max(_PIXELS // p.shape[-1], 1)
+    return painted.repeat_interleave(zoom, -1).repeat_interleave(zoom, -2)
+
+
+def _column(colour: tuple[float, float, float]) -> Tensor:
+    return torch.tensor(colour, dtype=torch.float64).reshape(3, 1, 1)
+
+
+def _edges(values: Tensor) -> list[float]:
+    """Return the edges of equal bins, never so narrow that they round to nothing: P starts at I."""
+    low, high = values.min().item(), values.max().item()
+    margin = 1e-6 * max(abs(low), abs(high), 1e-6)
+    return torch.linspace(low - margin, high + margin, _BINS + 1, dtype=torch.float64).tolist()
+
+
+def _number(value: float | Tensor) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+def _setting(value: Any) -> float | str:
+    """Return what TensorBoard can show: it fails on a number that is not finite, and torch on most else."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if number else str(value)

@@ -1,0 +1,161 @@
+"""Bad input gets one sentence that names the object, the value and the remedy."""
+
+import re
+from typing import Any, cast
+
+import pytest
+import torch
+from problems import mlp
+from torch import nn
+
+from metafop import (
+    SGD,
+    Adam,
+    Bounded,
+    Dense,
+    Kronecker,
+    LowRank,
+    Momentum,
+    Online,
+    Rescaled,
+    Spatial,
+    Training,
+    assign,
+    functional,
+    safeguards,
+    verify,
+)
+from metafop.hypergradients import by_autograd
+
+loss = functional.plain(lambda params, batch: torch.stack([p.sum() for p in params.values()]).square().sum())
+weights = {"w": torch.ones(3, 4)}
+training = Training(loss, SGD(), {"w": Dense()})
+hyper = SGD().hyper(lr=0.1)
+
+
+def online(meta=None, params=weights, **settings):
+    learner = Online(training, SGD(), **settings)
+    return learner.init(meta or training.meta(weights, hyper), training.init(params))
+
+
+def stepped(loss, batch=None):
+    return Training(loss, SGD()).evaluate(Training(loss, SGD()).init(weights), batch)
+
+
+def noisy():
+    return functional.from_module(
+        nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)), lambda model, batch: model(batch).sum()
+    )
+
+
+CASES = {
+    "rank 0": (lambda: LowRank(rank=0), ["LowRank", "rank=0", "Identity()"]),
+    "rank too large": (lambda: LowRank(rank=9).init(weights["w"]), ["LowRank(rank=9", "(3, 4)", "at most 4"]),
+    "sigma 0": (lambda: LowRank(sigma=0.0), ["LowRank", "sigma=0.0", "0.01"]),
+    "no generator": (lambda: LowRank().init(weights["w"]), ["LowRank", "generator", "manual_seed"]),
+    "spatial on a matrix": (lambda: Spatial().init(weights["w"]), ["Spatial", "(3, 4)", "LowRank"]),
+    "kronecker on a vector": (lambda: Kronecker().init(torch.ones(3)), ["Kronecker", "(3,)", "Dense"]),
+    "bound of 0": (lambda: Bounded(Dense(), limit=0.0), ["Bounded", "limit=0.0", "1"]),
+    "rescaled to 0": (lambda: Rescaled(Dense(), limit=-1.0), ["Rescaled", "limit=-1.0", "1/L"]),
+    "clip at 0": (lambda: safeguards.clip(0.0), ["clip", "0.0", "positive"]),
+    "bound norm at 0": (lambda: safeguards.bound_norm(-2.0), ["bound_norm", "-2.0", "positive"]),
+    "negative lr": (lambda: SGD().hyper(lr=-0.1), ["SGD()", "lr", "-0.1", "zero or more"]),
+    "negative lr of one": (lambda: SGD().hyper(lr={"w": -0.1}), ["SGD()", "lr['w']", "-0.1"]),
+    "lr not a number": (lambda: SGD().hyper(lr=float("nan")), ["SGD()", "lr", "nan"]),
+    "decay of 1": (lambda: Momentum().hyper(lr=0.1, decay=1.0), ["Momentum", "decay", "1", "below 1"]),
+    "beta above 1": (lambda: Adam().hyper(lr=0.1, beta2=1.5), ["Adam()", "beta2", "1.5", "below 1"]),
+    "eps of 0": (lambda: Adam().hyper(lr=0.1, eps=0.0), ["Adam()", "eps", "0", "above zero"]),
+    "lr of a shape": (lambda: SGD().hyper(lr=torch.ones(2)), ["SGD()", "lr", "(2,)", "vmap"]),
+    "integer lr": (lambda: SGD().hyper(lr=torch.tensor(1)), ["SGD()", "lr", "int64", "float"]),
+    "lr by wrong names": (
+        lambda: training.meta(weights, SGD().hyper(lr={"v": 0.1})),
+        ["lr", "['v']", "['w']", "one scalar"],
+    ),
+    "empty tree": (lambda: training.init({}), ["parameters", "empty", "at least one"]),
+    "integer parameters": (
+        lambda: training.init({"w": torch.ones(2, dtype=torch.int32)}),
+        ["'w'", "int32", "Convert"],
+    ),
+    "complex parameters": (
+        lambda: training.meta({"w": torch.ones(2, dtype=torch.complex64)}, hyper),
+        ["'w'", "complex64", "view_as_real"],
+    ),
+    "not a tensor": (lambda: training.init({"w": cast(Any, [1.0])}), ["'w'", "list", "Convert"]),
+    "unknown parameter": (
+        lambda: training.meta({"v": torch.ones(2)}, hyper),
+        ["'w'", "['v']", "Correct the name"],
+    ),
+    "a loss that is not scalar": (
+        lambda: stepped(functional.plain(lambda params, batch: params["w"].sum(0))),
+        ["loss", "(4,)", "mean()"],
+    ),
+    "a loss without buffers": (
+        lambda: stepped(lambda params, buffers, batch: params["w"].sum()),
+        ["loss", "Tensor", "functional.plain"],
+    ),
+    "a tree that changes": (
+        lambda: training.step(training.meta(weights, hyper), training.init({"v": torch.ones(3, 4)}), None),
+        ["['v']", "['w']", "training.meta"],
+    ),
+    "a shape that changes": (
+        lambda: online(params={"w": torch.ones(3, 8)}),
+        ["Dense()", "'w'", "(3, 8)", "4, 4", "8, 8", "training.meta"],
+    ),
+    "a rule that fits nothing": (
+        lambda: assign(weights, {"conv*": Spatial()}),
+        ["'conv*'", "['w']", "Correct"],
+    ),
+    "dropout": (noisy, ["Dropout", "training mode", "eval mode"]),
+    "unknown order": (lambda: online(order="first"), ["order", "'first'", "exact"]),
+    "unknown credit": (lambda: online(credit="all"), ["credit", "'all'", "velocity"]),
+    "learn a string": (lambda: online(learn="precond"), ["learn='precond'", '("precond", "hyper.lr")']),
+    "learn what is not there": (
+        lambda: online(learn=("hyper.decay",)),
+        ["'hyper.decay'", "hyper.lr", "Name one"],
+    ),
+    "learn from the boundary": (
+        lambda: online(learn=("hyper.weight_decay",)),
+        ["hyper.weight_decay", "0", "boundary", "Start inside"],
+    ),
+    "meta lr by wrong names": (
+        lambda: Online(training, SGD()).meta(training.meta(weights, hyper), SGD().hyper(lr={"w": 0.1})),
+        ["lr", "['w']", "['precond.w']"],
+    ),
+    "a tower on the paper's order": (
+        lambda: Online(Online(training, SGD(), order="paper"), SGD(), ("hyper.lr",)),
+        ["Online", "paper", "exact"],
+    ),
+    "autograd with credit": (
+        lambda: Online(Training(loss, Momentum(), {"w": Dense()}), SGD(), hypergradient=by_autograd).step(
+            *_momentum_state(), None
+        ),
+        ["by_autograd", "credit", "closed_form"],
+    ),
+    "a rule without its hyper": (lambda: verify.check(optimizer=Adam()), ["Adam()", "hyper", "Adam().hyper"]),
+}
+
+
+def _momentum_state():
+    ball = Training(loss, Momentum(), {"w": Dense()})
+    learner = Online(ball, SGD())
+    meta = ball.meta(weights, Momentum().hyper(lr=0.1))
+    return learner.meta(meta, SGD().hyper(lr=0.1)), learner.init(meta, ball.init(weights))
+
+
+@pytest.mark.parametrize(("act", "words"), list(CASES.values()), ids=list(CASES))
+def test_bad_input_gets_a_clear_sentence(act, words):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        act()
+    message = str(caught.value)
+    assert [word for word in words if word not in message] == []
+    assert re.search(r"[.!)\]]$", message)
+    assert "\n" not in message or "dropout" in message.lower()
+    assert len(message) < 400
+
+
+def test_a_batch_that_the_model_cannot_take_is_torchs_to_refuse(generator):
+    problem = mlp(generator)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        problem.training(SGD()).evaluate(
+            Training(problem.loss, SGD()).init(problem.params), (torch.ones(6, 9), None)
+        )

@@ -1,0 +1,111 @@
+"""The harness finds what is wrong, says where, and passes what is right."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from metafop import SGD, Adam, Dense, LowRank, Momentum, tree, verify
+from metafop.preconditioners import Identity
+
+
+@dataclass(frozen=True)
+class Skewed:
+    """A user's family, P = diag(m²) on the last dimension, with a pullback that halves one number."""
+
+    wrong_at: int | None = None
+
+    def init(self, param, generator=None):
+        return param.new_ones(param.shape[-1])
+
+    def apply(self, m, grad):
+        return grad * m.square()
+
+    def pullback(self, m, grad, cotangent):
+        exact = (2 * m * grad * cotangent).sum(0)
+        return exact if self.wrong_at is None else exact * (1 - 0.5 * torch.eye(len(m))[self.wrong_at])
+
+    def eigenvalues(self, m):
+        return m.square()
+
+    def matrix(self, m):
+        return torch.diag(m.square())
+
+
+@dataclass(frozen=True)
+class Doubling(SGD):
+    """A user's update rule, twice as fast as the one whose pullback it copied."""
+
+    def update(self, hyper, params, opt, direction):
+        return super().update(hyper, params, opt, tree.scale(direction, 2.0))
+
+
+def test_a_right_family_of_a_users_own_passes():
+    report = verify.check(preconditioner=Skewed())
+    assert report.ok
+    assert report.worst.autograd < 1e-14
+
+
+def test_a_wrong_family_is_found_and_the_place_is_named():
+    report = verify.check(preconditioner=Skewed(wrong_at=1))
+    assert not report.ok
+    assert report.worst.worst_at == "precond.w[1]"
+    assert report.worst.autograd > 1e-3
+    assert report.worst.differences > 1e-3
+    assert "WRONG" in str(report)
+
+
+def test_a_wrong_update_rule_is_found_and_its_part_is_named():
+    report = verify.check(optimizer=Doubling(), hyper=SGD().hyper(lr=0.05))
+    assert {row.part for row in report.rows if not row.ok} >= {"hyper.lr"}
+
+
+@pytest.mark.parametrize("returned", [torch.nan, torch.inf])
+def test_what_is_not_a_number_is_wrong(returned, monkeypatch):
+    monkeypatch.setattr(Dense, "pullback", lambda self, m, grad, cotangent: torch.full_like(m, returned))
+    assert not verify.check(preconditioner=Dense()).ok
+
+
+def test_a_pullback_of_another_shape_is_refused(monkeypatch):
+    monkeypatch.setattr(Dense, "pullback", lambda self, m, grad, cotangent: m[0])
+    with pytest.raises(ValueError, match=r"precond.w, of shape \(3, 3\)"):
+        verify.check(preconditioner=Dense())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shape", [(1,), (7,), (1, 4), (6, 2), (2, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("optimizer", "hyper"),
+    [
+        (Momentum(nesterov=True), Momentum().hyper(lr=0.3, decay=0.3)),
+        (Adam(), Adam().hyper(lr=0.3, beta2=0.9)),
+    ],
+    ids=["nesterov", "adam"],
+)
+def test_other_seeds_shapes_and_values_pass_too(optimizer, hyper, shape, seed):
+    assert verify.check(optimizer, hyper, Dense(), shape, seed=seed).ok
+    assert verify.check(optimizer, hyper, LowRank(1), shape, seed=seed).ok
+    assert verify.check(optimizer, hyper, Identity(), shape, seed=seed).ok
+
+
+def test_the_command_prints_the_table_writes_json_and_exits_with_zero(tmp_path, capsys):
+    assert verify.main(["--json", str(tmp_path / "table.json")]) == 0
+    table = json.loads((tmp_path / "table.json").read_text())
+    printed = capsys.readouterr().out
+    assert table["ok"]
+    assert all(row["autograd"] <= 1e-10 and row["differences"] <= 1e-6 for row in table["rows"])
+    assert len(table["rows"]) > 200
+    assert all(
+        name in printed for name in ("SGD", "Momentum(nesterov=True)", "Adam", "Kronecker", "Rescaled")
+    )
+
+
+def test_a_wrong_pullback_makes_the_command_exit_with_one(monkeypatch, capsys, tmp_path):
+    right = Dense.pullback
+    monkeypatch.setattr(
+        Dense, "pullback", lambda self, m, grad, cotangent: 1.0001 * right(self, m, grad, cotangent)
+    )
+    assert verify.main(["--json", str(tmp_path / "table.json")]) == 1
+    assert "The worst is precond.w" in capsys.readouterr().out
+    assert not json.loads((tmp_path / "table.json").read_text())["ok"]
