@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metafop import tree
 from metafop.hypergradients import closed_form
-from metafop.optimizers import Free
+from metafop.optimizers import Free, fitted
 from metafop.preconditioners import Aging
 from metafop.safeguards import Bound, Guard, scale_free
 from metafop.types import Batch, Buffers, Domain, Info, Last, Meta, Optimizer, Params, Seen, Trains, Tree
@@ -105,15 +105,7 @@ class Online:
     def meta(self, meta: Meta, hyper: Any) -> Meta:
         """Return what steers this learner: the meta-optimizer's `hyper`, as precise as what is learned."""
         self._check_learn(meta)
-        learned = self._learned(meta)
-        for name, value in zip(hyper._fields, hyper, strict=True):
-            if isinstance(value, dict) and value.keys() != learned.keys():
-                raise ValueError(
-                    f"The meta-optimizer's {name} names {sorted(value)}, but learned are {sorted(learned)}. "
-                    "Give one value for each, or one scalar for all."
-                )
-        first = next(iter(learned.values()))
-        return Meta(tree.map(lambda x: x.to(device=first.device, dtype=first.dtype), hyper), {})
+        return Meta(fitted(self.meta_optimizer, hyper, self._learned(meta)), {})
 
     def init(self, meta: Meta, carry: Any) -> OnlineCarry:
         self._check_learn(meta)

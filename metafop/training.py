@@ -11,6 +11,7 @@ from torch import Generator, Tensor
 from torch.func import grad_and_value
 
 from metafop import tree
+from metafop.optimizers import fitted
 from metafop.preconditioners import Identity
 from metafop.types import (
     Batch,
@@ -56,17 +57,11 @@ class Training:
     def meta(self, params: Params, hyper: Any, generator: Generator | None = None) -> Meta:
         """Return where learning starts: `hyper`, as precise as the parameters, and each family's tensors."""
         _check_params(params)
-        _check_names("the preconditioner", self.preconditioners, params)
-        for name, value in zip(hyper._fields, hyper, strict=True):
-            if isinstance(value, dict) and value.keys() != params.keys():
-                raise ValueError(
-                    f"The hyperparameter {name} names {sorted(value)}, but there are {sorted(params)}. "
-                    "Give one value for each, or one scalar for all."
-                )
-        first = next(iter(params.values()))
-        dtype = torch.promote_types(first.dtype, torch.float32)
-        hyper = tree.map(lambda x: x.to(device=first.device, dtype=dtype), hyper)
-        return Meta(hyper, {k: self._family(k).init(p, generator) for k, p in params.items()})
+        self._check_families(params)
+        return Meta(
+            fitted(self.optimizer, hyper, params),
+            {k: self._family(k).init(p, generator) for k, p in params.items()},
+        )
 
     def init(self, params: Params, buffers: Buffers | None = None) -> Carry:
         _check_params(params)
@@ -143,6 +138,14 @@ class Training:
                     f"but needs {expected}. Make meta with training.meta(params, ...)."
                 )
 
+    def _check_families(self, params: Params) -> None:
+        for name, family in self.preconditioners.items():
+            if name not in params:
+                raise ValueError(
+                    f"There is no parameter {name!r} for {family}: there are {sorted(params)}. "
+                    "Correct the name or drop it."
+                )
+
     def _family(self, name: str) -> Preconditioner:
         return self.preconditioners.get(name, _IDENTITY)
 
@@ -159,15 +162,6 @@ def _check_params(params: Params) -> None:
             raise TypeError(
                 f"The parameter {name!r} is {kind}, and only real floating-point tensors can be trained. "
                 "Convert it, keep it as a buffer, or view a complex one as real (torch.view_as_real)."
-            )
-
-
-def _check_names(what: str, names: Mapping[str, Any], params: Params) -> None:
-    for name in names:
-        if name not in params:
-            raise ValueError(
-                f"There is no parameter {name!r} for {what} {names[name]}: there are {sorted(params)}. "
-                "Correct the name or drop it."
             )
 
 

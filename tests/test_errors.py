@@ -69,8 +69,13 @@ CASES = {
     "integer lr": (lambda: SGD().hyper(lr=torch.tensor(1)), ["SGD()", "lr", "int64", "float"]),
     "lr by wrong names": (
         lambda: training.meta(weights, SGD().hyper(lr={"v": 0.1})),
-        ["lr", "['v']", "['w']", "one scalar"],
+        ["SGD()", "lr", "['v']", "['w']", "one scalar"],
     ),
+    "another optimizer's hyper": (
+        lambda: training.meta(weights, Adam().hyper(lr=0.1)),
+        ["SGD()", "['lr', 'weight_decay']", "AdamHyper", "SGD().hyper"],
+    ),
+    "hyper that is none": (lambda: training.meta(weights, 0.1), ["SGD()", "float", "SGD().hyper"]),
     "empty tree": (lambda: training.init({}), ["parameters", "empty", "at least one"]),
     "integer parameters": (
         lambda: training.init({"w": torch.ones(2, dtype=torch.int32)}),

@@ -1,7 +1,7 @@
 """Pure update rules: every hyperparameter is an argument, and can be learned."""
 
 from metafop.optimizers.adam import Adam, AdamHyper, AdamState
-from metafop.optimizers.hyper import Free, Positive, Unit
+from metafop.optimizers.hyper import Free, Positive, Unit, fitted
 from metafop.optimizers.momentum import Momentum, MomentumHyper
 from metafop.optimizers.sgd import SGD, SGDHyper
 
@@ -16,4 +16,5 @@ __all__ = [
     "Positive",
     "SGDHyper",
     "Unit",
+    "fitted",
 ]

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.types import Domain
+from metafop.types import Domain, Optimizer
 
 Value = float | Tensor | Mapping[str, float | Tensor]
 
@@ -122,6 +123,25 @@ def tensors(owner: object, domains: Mapping[str, Domain], values: Mapping[str, V
         else tensor(name, value)
         for name, value in values.items()
     ]
+
+
+def fitted(optimizer: Optimizer, hyper: Any, moves: dict[str, Tensor]) -> Any:
+    """Return `hyper` as precise as what the optimizer moves, and on its device, checked against both."""
+    fields = getattr(hyper, "_fields", ())
+    if set(fields) != set(optimizer.domains):
+        raise TypeError(
+            f"{optimizer} takes the hyperparameters {list(optimizer.domains)}, "
+            f"got {type(hyper).__name__} with {list(fields)}. Make them with {optimizer}.hyper(...)."
+        )
+    for field, value in zip(fields, hyper, strict=True):
+        if isinstance(value, dict) and value.keys() != moves.keys():
+            raise ValueError(
+                f"{optimizer} got a {field} for {sorted(value)}, but moves {sorted(moves)}. "
+                "Give one value for each of these, or one scalar for all."
+            )
+    first = next(iter(moves.values()))
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    return tree.map(lambda x: x.to(device=first.device, dtype=dtype), hyper)
 
 
 def at(value: Tensor | dict[str, Tensor], name: str) -> Tensor:

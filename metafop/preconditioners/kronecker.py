@@ -47,7 +47,9 @@ class Kronecker:
         return KroneckerFactors(gram.pullback(m.inputs, b, c), gram.pullback(m.outputs, a.mT, c.mT))
 
     def eigenvalues(self, m: KroneckerFactors) -> Tensor:
-        return torch.outer(Dense().eigenvalues(m.outputs), Dense().eigenvalues(m.inputs)).flatten()
+        return (
+            Dense().eigenvalues(m.outputs)[..., None] * Dense().eigenvalues(m.inputs)[..., None, :]
+        ).flatten(-2)
 
     def matrix(self, m: KroneckerFactors) -> Tensor:
         return torch.kron(Dense().matrix(m.outputs), Dense().matrix(m.inputs))

@@ -61,7 +61,7 @@ class LowRank:
 
     def eigenvalues(self, m: Tensor) -> Tensor:
         learned = 1 + torch.linalg.svdvals(m).square()
-        return torch.cat([learned, m.new_ones(m.shape[-2] - m.shape[-1])])
+        return torch.cat([learned, m.new_ones(*m.shape[:-2], m.shape[-2] - m.shape[-1])], dim=-1)
 
     def matrix(self, m: Tensor) -> Tensor:
         return torch.eye(m.shape[-2], dtype=m.dtype, device=m.device) + m @ m.mT
