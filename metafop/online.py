@@ -132,7 +132,7 @@ class Online:
         return self.training.evaluate(state.carry, batch)
 
     def advance(self, meta: Meta, state: OnlineCarry, seen: Seen) -> tuple[OnlineCarry, Info]:
-        finite = tree.all_finite((seen.value, seen.grads))
+        value, finite = seen.value, tree.all_finite((seen.value, seen.grads))
         seen = _coasting(finite, seen, state.buffers)
 
         # Learn: how should the last step have been taken?
@@ -142,7 +142,7 @@ class Online:
         new_meta, meta_opt, moves = self._moved(meta, state, grads, moves)
 
         # Then take the next one; or, if the loss rose, the last one again.
-        carry, info = state.carry, {"finite": finite, "moved": moves}
+        carry, info = state.carry, {"value": value, "finite": finite, "moved": moves}
         if self.null_step:
             before = state.last_seen.value
             rose = (state.taken > 0) & before.isfinite() & ~(seen.value <= before)
@@ -155,7 +155,7 @@ class Online:
         new_state = OnlineCarry(
             new_carry, new_meta, meta_opt, carry, seen, memory, torch.ones_like(state.taken)
         )
-        return new_state, {("" if k == "value" else "below.") + k: v for k, v in below.items()} | info
+        return new_state, info | {f"below.{k}": v for k, v in below.items() if k != "value"}
 
     def step(self, meta: Meta, state: OnlineCarry, batch: Batch) -> tuple[OnlineCarry, Info]:
         return self.advance(meta, state, self.evaluate(state, batch))

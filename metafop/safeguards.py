@@ -22,14 +22,20 @@ Bound = Callable[[Meta], Meta]
 def scale_free(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
     """Divide the hypergradient by ‖∇J‖ ‖Δθ‖, the most that a step so long can change J by (docs/math.md, 14).
 
-    To first order, that is. A preconditioner's is divided by its own parameter's; the rest by those of all
-    parameters. What is left has no units: for log lr under SGD, ⟨∇J, Δθ⟩ over it is a cosine.
+    To first order, that is. What belongs to one parameter is divided by its own norms, the rest by those of
+    all parameters together. What is left has no units: for log lr under SGD, ⟨∇J, Δθ⟩ over it is a cosine.
     """
     moved = {k: p - last.carry.params[k] for k, p in now.items()}
     everywhere = tree.norm(seen.grads) * tree.norm(moved)
     by_name = {k: tree.norm(g) * tree.norm(moved[k]) for k, g in seen.grads.items()}
+
+    def free(h: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        if isinstance(h, dict):
+            return {k: _over(x, by_name.get(k, everywhere)) for k, x in h.items()}
+        return _over(h, everywhere)
+
     return Meta(
-        tree.map(lambda x: _over(x, everywhere), grads.hyper),
+        type(grads.hyper)(*(free(h) for h in grads.hyper)),
         {k: tree.map(lambda x, k=k: _over(x, by_name[k]), h) for k, h in grads.precond.items()},
     )
 

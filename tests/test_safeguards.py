@@ -70,6 +70,20 @@ def test_scale_free_without_a_gradient_or_a_step_is_zero_and_not_nan(generator):
         assert all((leaf == 0).all() for leaf in tree.leaves(free))
 
 
+def test_scale_free_a_learning_rate_of_one_parameter_descends_as_its_scalar_preconditioner_does(generator):
+    problem = mlp(generator)
+    training = Training(problem.loss, SGD(), dict.fromkeys(problem.params, Scalar()))
+    meta = training.meta(problem.params, SGD().hyper(lr=dict.fromkeys(problem.params, 0.1)))
+    carry = training.init(problem.params)
+    last = Last(carry, training.evaluate(carry, problem.batches[0]), ())
+    now, _ = training.advance(meta, carry, last.seen)
+    seen = training.evaluate(now, problem.batches[1])
+    pulled = training.pullback(meta, last, seen.grads)
+    chained = Meta(pulled.hyper._replace(lr=tree.scale(pulled.hyper.lr, 0.1)), pulled.precond)
+    free = safeguards.scale_free(chained, now.params, last, seen)
+    assert_near(free.hyper.lr, free.precond, 1e-12)
+
+
 def test_feedback_is_the_derivative_of_osgms_normalised_feedback():
     training, meta, carry = descent()
     seen = training.evaluate(carry, None)
