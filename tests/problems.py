@@ -134,7 +134,7 @@ def moved(x: Any, generator: Generator, size: float = 0.3) -> Any:
 class Problem:
     """A model, its pure loss, where to start, and batches to train on."""
 
-    model: nn.Module
+    model: nn.Sequential
     loss: Any
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -151,7 +151,7 @@ def batch_loss(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) 
     return cross_entropy(model(inputs), labels)
 
 
-def filled(model: nn.Module, generator: Generator) -> nn.Module:
+def filled(model: nn.Sequential, generator: Generator) -> nn.Sequential:
     """Return the model with parameters from the generator."""
     with torch.no_grad():
         for p in model.parameters():
@@ -159,7 +159,7 @@ def filled(model: nn.Module, generator: Generator) -> nn.Module:
     return model
 
 
-def _problem(model: nn.Module, shape: tuple[int, ...], generator: Generator) -> Problem:
+def _problem(model: nn.Sequential, shape: tuple[int, ...], generator: Generator) -> Problem:
     model = filled(model, generator)
     batches = [
         (torch.randn(6, *shape, generator=generator), torch.randint(2, (6,), generator=generator))

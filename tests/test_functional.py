@@ -1,0 +1,164 @@
+"""Losses made from modules: their buffers, tied and frozen parameters, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from problems import OPTIMIZERS, assert_near, assert_same_bits, batch_loss, convnet, every, filled, mlp
+from torch import nn
+from torch.func import grad
+
+from metafop import SGD, Training, functional
+
+SETTINGS = {k: OPTIMIZERS[k] for k in ("sgd", "nesterov, decayed", "adam, decayed")}
+
+
+def trained(model, setting, batches, loss=batch_loss):
+    """Return the parameters and floating-point buffers after our training, and after torch's."""
+    pure, params, buffers = functional.from_module(model, loss)
+    training = Training(pure, setting.optimizer)
+    meta, carry = training.meta(params, setting.hyper()), training.init(params, buffers)
+    ordinary = copy.deepcopy(model)
+    optimizer = setting.twin([p for p in ordinary.parameters() if p.requires_grad])
+    for batch in batches:
+        carry, _ = training.step(meta, carry, batch)
+        optimizer.zero_grad()
+        loss(ordinary, batch).backward()
+        optimizer.step()
+    state = ordinary.state_dict()
+    theirs = {k: state[k] for k in params}, {k: state[k] for k in buffers}
+    return (carry.params, carry.buffers), theirs
+
+
+def test_plain_hands_buffers_on_as_they_are():
+    buffers = {"seen": torch.ones(2)}
+    value, after = functional.plain(lambda params, batch: params["w"] * batch)(
+        {"w": torch.tensor(3.0)}, buffers, torch.tensor(2.0)
+    )
+    assert value == 6.0
+    assert after is buffers
+
+
+def test_a_loss_has_the_modules_value_and_copies_of_its_tensors(generator):
+    problem = convnet(generator)
+    value, _ = problem.loss(problem.params, problem.buffers, problem.batches[0])
+    assert_same_bits(value, batch_loss(copy.deepcopy(problem.model), problem.batches[0]).detach())
+    own = {t.data_ptr() for t in problem.model.state_dict().values()}
+    assert not own & {t.data_ptr() for t in (problem.params | problem.buffers).values()}
+    assert set(problem.buffers) == {"1.running_mean", "1.running_var"}
+
+
+@every("setting", SETTINGS)
+def test_batch_norm_trains_as_in_the_ordinary_way(setting, generator):
+    problem = convnet(generator)
+    ours, theirs = trained(problem.model, setting, problem.batches)
+    assert_near(ours, theirs, rtol=1e-12)
+
+
+@every("setting", SETTINGS)
+def test_a_model_may_be_called_more_than_once_in_a_loss(setting, generator):
+    problem = convnet(generator)
+
+    def twice(model, batch):
+        inputs, labels = batch
+        return batch_loss(model, (inputs, labels)) + 0.5 * batch_loss(model, (inputs.flip(0) + 0.1, labels))
+
+    ours, theirs = trained(problem.model, setting, problem.batches, twice)
+    assert_near(ours, theirs, rtol=1e-12)
+
+
+def test_batch_norm_in_eval_mode_keeps_its_statistics(generator):
+    problem = convnet(generator)
+    problem.model[1].eval()
+    (params, buffers), theirs = trained(problem.model, OPTIMIZERS["sgd"], problem.batches)
+    assert_same_bits(buffers, problem.buffers)
+    assert_near(params, theirs[0], rtol=1e-12)
+
+
+def test_statistics_over_all_batches_are_those_of_the_ordinary_way(generator):
+    model = filled(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, momentum=None)), generator)
+    ours, theirs = trained(model, OPTIMIZERS["sgd"], mlp(generator).batches)
+    assert_near(ours, theirs, rtol=1e-12)
+
+
+def test_buffers_are_carried_and_never_differentiated():
+    def loss(params, buffers, batch):
+        return params["w"] * batch, {"seen": buffers["seen"] + params["w"]}
+
+    def seen(w):
+        training = Training(loss, SGD())
+        return training.evaluate(training.init({"w": w}, {"seen": torch.tensor(1.0)}), 2.0).buffers["seen"]
+
+    assert seen(torch.tensor(3.0)) == 4.0
+    assert grad(seen)(torch.tensor(3.0)) == 0.0
+
+
+class Average(nn.Module):
+    """Assigns to its buffer, where batch norm writes into it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, inputs):
+        self.mean = 0.9 * self.mean + 0.1 * inputs.detach().mean(0)
+        return inputs * self.weight - self.mean
+
+
+def test_a_buffer_that_is_assigned_to_is_carried_too(generator):
+    ours, theirs = trained(Average(), OPTIMIZERS["sgd"], mlp(generator).batches)
+    assert_near(ours, theirs, rtol=1e-12)
+
+
+@every("setting", SETTINGS)
+def test_tied_weights_are_one_parameter(setting, generator):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    ours, theirs = trained(filled(model, generator), setting, mlp(generator).batches)
+    assert set(ours[0]) == {"0.weight", "0.bias", "2.bias"}
+    assert_near(ours, theirs, rtol=1e-12)
+
+
+@every("setting", SETTINGS)
+def test_frozen_parameters_stay_with_the_module(setting, generator):
+    problem = mlp(generator)
+    problem.model[0].requires_grad_(False)
+    ours, theirs = trained(problem.model, setting, problem.batches)
+    assert set(ours[0]) == {"2.weight", "2.bias"}
+    assert_near(ours, theirs, rtol=1e-12)
+
+
+def test_a_batch_may_be_nothing_or_hold_what_is_no_tensor(generator):
+    inputs, labels = mlp(generator).batches[0]
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+    def loss(model, batch):
+        return (batch or 3) * batch_loss(model, (inputs, labels))
+
+    for batch in (None, 2):
+        pure, params, buffers = functional.from_module(model, loss)
+        assert_same_bits(pure(params, buffers, batch)[0], loss(copy.deepcopy(model), batch).detach())
+
+
+NOISY = {
+    "dropout": lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)),
+    "inside": lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout2d(0.5))),
+    "rrelu": lambda: nn.Sequential(nn.RReLU()),
+    "pooling": lambda: nn.Sequential(nn.FractionalMaxPool2d(2, output_size=2)),
+    "recurrent": lambda: nn.LSTM(2, 2, num_layers=2, dropout=0.1),
+    "attention": lambda: nn.MultiheadAttention(2, 1, dropout=0.1),
+    "transformer": lambda: nn.TransformerEncoderLayer(2, 1, 4, dropout=0.1),
+}
+
+
+@every("make", NOISY)
+def test_a_module_that_draws_random_numbers_is_refused_in_training_mode_only(make):
+    model = make()
+    with pytest.raises(ValueError, match="draws random numbers"):
+        functional.from_module(model.train(), batch_loss)
+    functional.from_module(model.eval(), batch_loss)
+
+
+def test_dropout_of_nothing_is_no_noise():
+    functional.from_module(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), batch_loss)
