@@ -2,38 +2,33 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from matplotlib.figure import Figure
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from experiments import models, run
 from metafop import Adam, Momentum, Online, Training, assign, functional, hypergradients
+from metafop.tensorboard import Logger
 
 
 @dataclass(frozen=True)
 class Config:
     """Times one online step over one plain step, on an MLP and on a 9-layer conv net, in one process."""
 
-    repeats: int = 60
-    """Rounds of measurement; in each, every case takes one step."""
-    batch: int = 128
-    """Examples in a batch."""
-    narrow: int = 16
-    """Channels of the conv net's first three layers."""
-    wide: int = 32
-    """Channels of the layers after."""
-    compiled: bool = True
-    """Measure under torch.compile too. Compiling takes about a minute a case."""
-    threads: int = 1
-    """Threads that torch may use."""
+    repeats: int = 60  # rounds of measurement; in each, every case takes one step
+    batch: int = 128  # examples in a batch
+    narrow: int = 16  # channels of the conv net's first three layers
+    wide: int = 32  # channels of the layers after
+    compiled: bool = True  # measure under torch.compile too. Compiling takes about a minute a case
+    threads: int = 1  # threads that torch may use
     seed: int = 0
-    out: Path = Path("runs/bench-online")
-    """Folder for summary.json, config.json and the times."""
+    out: Path = Path("runs/bench-online")  # folder for summary.json, config.json and the times
 
 
 class Case(NamedTuple):
@@ -43,6 +38,7 @@ class Case(NamedTuple):
     start: Any
 
 
+WARMUP = 3  # rounds
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "closed": {"credit": "gradient", "guards": ()},
@@ -57,35 +53,36 @@ def main(config: Config) -> None:
         "mlp": (models.mlp(784, 100, 100, 100, 10), (784,)),
         "cnn": (models.all_conv(config.narrow, config.wide), (3, 32, 32)),
     }
+    kinds = 2 if config.compiled else 1
     figures: dict[str, run.Figure] = {}
-    rows: list[list[str]] = []
-    for name, (model, shape) in networks.items():
-        inputs = torch.randn(config.batch, *shape, generator=generator)
-        batch = (inputs, torch.randint(10, (config.batch,), generator=generator))
-        eager = cases(model, generator)
-        times = measure(f"{name}, eager", eager, batch, config.repeats)
-        kinds = {"eager": times}
-        if config.compiled:
-            compiled = {}
-            for case, (step, start) in eager.items():
-                torch.compiler.reset()
-                compiled[case] = Case(torch.compile(step, fullgraph=True), start)
-                seconds = compile_seconds(f"{name}, compiling {case}", compiled[case], batch)
-                figures[f"{name}_{case}_compile_seconds"] = round(seconds, 1)
-            kinds["compiled"] = measure(f"{name}, compiled", compiled, batch, config.repeats)
-        for kind, times in kinds.items():
-            for case in times:
-                # Two steps of one round ran side by side: their ratio is free of the machine's slow drift.
-                ratio = median(a / b for a, b in zip(times[case], times["plain"], strict=True))
-                figures[f"{name}_{case}_{kind}_ms"] = round(1e3 * median(times[case]), 3)
-                if case != "plain":
-                    figures[f"{name}_{case}_{kind}_over_plain"] = round(ratio, 4)
-                rows.append([f"{name}, {case}, {kind}", f"{1e3 * median(times[case]):.2f}", f"{ratio:.3f}"])
-            pairs = zip(times["closed"], times["autograd"], strict=True)
-            figures[f"{name}_closed_over_autograd_{kind}"] = round(median(a / b for a, b in pairs), 4)
-    run.summarize(config.out, figures)
-    run.show("One step", ["case", "ms", "over plain"], rows)
-    run.finish(config.out)
+    times: dict[str, dict[str, list[float]]] = {}  # by network and kind, then by case
+    with run.progress(len(networks) * kinds * (WARMUP + config.repeats)) as tick:
+        for name, (model, shape) in networks.items():
+            inputs = torch.randn(config.batch, *shape, generator=generator)
+            batch = (inputs, torch.randint(10, (config.batch,), generator=generator))
+            eager = cases(model, generator)
+            times[f"{name}_eager"] = measure(eager, batch, config.repeats, lambda: tick("eager"))
+            if config.compiled:
+                compiled, seconds = compile_all(eager, batch)
+                figures |= {f"{name}_{case}_compile_seconds": round(s, 1) for case, s in seconds.items()}
+                times[f"{name}_compiled"] = measure(compiled, batch, config.repeats, lambda: tick("compiled"))
+    rows = []
+    for group, by_case in times.items():
+        for case, seconds in by_case.items():
+            figures[f"{group}_{case}_ms"] = round(1e3 * median(seconds), 3)
+            figures[f"{group}_{case}_over_plain"] = ratio(seconds, by_case["plain"])
+            rows.append(
+                [group, case, f"{1e3 * median(seconds):.2f}", f"{ratio(seconds, by_case['plain']):.3f}"]
+            )
+        figures[f"{group}_closed_over_autograd"] = ratio(by_case["closed"], by_case["autograd"])
+    run.show("One step", ["network", "case", "ms", "over plain"], rows)
+    draw(config, times)
+    with Logger(config.out) as logger:
+        for i in range(config.repeats):
+            for group, by_case in times.items():
+                logger.info(i, {f"{group}/{case}": torch.tensor(s[i]) for case, s in by_case.items()})
+        logger.hyperparameters(asdict(config), {k: v for k, v in figures.items() if isinstance(v, float)})
+    run.finish(config.out, figures)
 
 
 def cases(model: nn.Module, generator: Generator) -> dict[str, Case]:
@@ -109,24 +106,48 @@ def cases(model: nn.Module, generator: Generator) -> dict[str, Case]:
     return result
 
 
-def compile_seconds(what: str, case: Case, batch: Any) -> float:
-    with run.progress() as progress:
-        progress.add_task(what, total=None)
-        start = time.perf_counter()
-        case.step(case.start, batch)
-        return time.perf_counter() - start
+def compile_all(cases: dict[str, Case], batch: Any) -> tuple[dict[str, Case], dict[str, float]]:
+    """Return the cases compiled, each as one graph, and how many seconds the first step of each took."""
+    compiled, seconds = {}, {}
+    for name, (step, start) in cases.items():
+        compiled[name] = Case(torch.compile(step, fullgraph=True), start)
+        begin = time.perf_counter()
+        compiled[name].step(start, batch)
+        seconds[name] = time.perf_counter() - begin
+    return compiled, seconds
 
 
-def measure(what: str, cases: dict[str, Case], batch: Any, repeats: int) -> dict[str, list[float]]:
+def measure(
+    cases: dict[str, Case], batch: Any, repeats: int, tick: Callable[[], None]
+) -> dict[str, list[float]]:
     """Return the seconds of each step, all cases taking turns; the first rounds warm up and are left out."""
-    warmup = 3
     states = {name: case.start for name, case in cases.items()}
     times: dict[str, list[float]] = {name: [] for name in cases}
-    with run.progress() as progress:
-        for round_ in progress.track(range(warmup + repeats), description=what):
-            for name, case in cases.items():
-                start = time.perf_counter()
-                states[name], _ = case.step(states[name], batch)
-                if round_ >= warmup:
-                    times[name].append(time.perf_counter() - start)
-    return times
+    for _ in range(WARMUP + repeats):
+        for name, case in cases.items():
+            begin = time.perf_counter()
+            states[name], _ = case.step(states[name], batch)
+            times[name].append(time.perf_counter() - begin)
+        tick()
+    return {name: seconds[WARMUP:] for name, seconds in times.items()}
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """Return the median of the ratios round by round: the machine's slow drift cancels within a round."""
+    return round(median(a / b for a, b in zip(ours, theirs, strict=True)), 4)
+
+
+def draw(config: Config, times: dict[str, dict[str, list[float]]]) -> None:
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    panels = figure.subplots(1, len(times), squeeze=False)[0]
+    for axes, (group, by_case) in zip(panels, times.items(), strict=True):
+        ratios = {case: ratio(seconds, by_case["plain"]) for case, seconds in by_case.items()}
+        bars = axes.bar(
+            list(ratios), list(ratios.values()), color=["#999999", "#0072b2", "#56b4e9", "#d55e00"]
+        )
+        axes.bar_label(bars, fmt="%.2f")
+        axes.set_title(group.replace("_", ", "))
+        axes.margins(y=0.15)
+        axes.tick_params(axis="x", rotation=45)
+    panels[0].set_ylabel("time over the plain step")
+    figure.savefig(config.out / "times.png", dpi=150)

@@ -13,13 +13,13 @@ def mlp(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def all_conv(narrow: int = 96, wide: int = 192, classes: int = 10) -> nn.Sequential:
+def all_conv(narrow: int = 96, wide: int = 192, channels: int = 3, classes: int = 10) -> nn.Sequential:
     """Return the 9-layer all-convolutional net (Springenberg et al., 2014), with batch norm after each layer.
 
     Seven 3×3 layers, the third and the sixth with stride 2, then two 1×1 layers and the mean over positions.
     """
     plan = [
-        (3, narrow, 3, 1),
+        (channels, narrow, 3, 1),
         (narrow, narrow, 3, 1),
         (narrow, narrow, 3, 2),
         (narrow, wide, 3, 1),

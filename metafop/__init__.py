@@ -17,7 +17,7 @@ from metafop.preconditioners import (
     assign,
 )
 from metafop.training import Training
-from metafop.types import Carry, Last, Meta, Optimizer, Preconditioner, Seen
+from metafop.types import Carry, Inspectable, Last, Meta, Optimizer, Preconditioner, Seen
 
 __version__ = "0.1.0"
 
@@ -30,6 +30,7 @@ __all__ = [
     "Dense",
     "Diagonal",
     "Identity",
+    "Inspectable",
     "Kronecker",
     "Last",
     "LowRank",

@@ -2,7 +2,8 @@
 
 For looking at, never for computing with. Scalars are named by quantity, then parameter, as in
 "eigenvalue_max/conv1.weight". A parameter for which nothing is learned has no P here; nor has an `Online`,
-which learns the matrices of the training below: pass that one and its meta to see them.
+which learns the matrices of the training below: pass that one and its meta to see them. Spectra and matrices
+are those of families that are `Inspectable`; every family of the library is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 from metafop import tree
 from metafop.preconditioners import Bounded, Normalized, Rescaled, Spatial
 from metafop.training import Training
-from metafop.types import Meta, Params, Preconditioner, Trains, Tree
+from metafop.types import Inspectable, Meta, Params, Preconditioner, Trains, Tree
 
 
 def summary(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
@@ -71,7 +72,11 @@ def angle(x: Tensor, y: Tensor) -> Tensor:
 
 def eigenvalues(training: Trains, meta: Meta) -> dict[str, Tensor]:
     """Return the eigenvalues of each P, by parameter, ascending; all NaN if a number in m is not finite."""
-    return {k: _eigenvalues(family, m) for k, (family, m) in _learned(training, meta).items()}
+    return {
+        k: _eigenvalues(family, m)
+        for k, (family, m) in _learned(training, meta).items()
+        if isinstance(family, Inspectable)
+    }
 
 
 def spectra(training: Trains, meta: Meta) -> dict[str, Tensor]:
@@ -120,8 +125,8 @@ def whitening(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
 
 def matrices(training: Trains, meta: Meta, names: Iterable[str]) -> dict[str, Tensor]:
     """Return P itself for the parameters named: n by n numbers, too many for `Kronecker` on a wide layer."""
-    learned = _learned(training, meta)
-    return {k: learned[k][0].matrix(learned[k][1]) for k in names}
+    learned = ((k, *_learned(training, meta)[k]) for k in names)
+    return {k: family.matrix(m) for k, family, m in learned if isinstance(family, Inspectable)}
 
 
 def _learned(training: Trains, meta: Meta) -> dict[str, tuple[Preconditioner, Tree]]:
@@ -137,7 +142,7 @@ def _is_spatial(family: Preconditioner) -> bool:
     return isinstance(family, Spatial)
 
 
-def _eigenvalues(family: Preconditioner, m: Tree) -> Tensor:
+def _eigenvalues(family: Inspectable, m: Tree) -> Tensor:
     finite = tree.all_finite(m)
     usable = tree.map(lambda x: torch.where(finite, x, 0.0), m)  # LAPACK raises on NaN
     return torch.where(finite, family.eigenvalues(usable).sort().values, torch.nan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +36,8 @@ def from_module(
     """Return a pure loss, and copies of the model's trainable parameters and floating-point buffers.
 
     `loss(model, batch)` is written as always; the model that it is given computes with the parameters and
-    buffers of the call. The module itself is never changed: parameters that do not require a gradient and
-    integer buffers stay with it, as they were.
+    buffers of the call. The module itself is copied and never changed: parameters that do not require a
+    gradient and integer buffers stay as they are.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> loss, params, buffers = from_module(model, lambda model, batch: model(batch).square().mean())
@@ -44,29 +45,36 @@ def from_module(
     ['bias', 'weight']
     >>> value, buffers = loss(params, buffers, torch.ones(3, 2))
     """
-    _refuse_own_randomness(model)
-    params = {k: p.detach().clone() for k, p in model.named_parameters() if p.requires_grad}
-    buffers = {k: b.detach().clone() for k, b in model.named_buffers() if b.is_floating_point()}
+    model = copy.deepcopy(model)  # what becomes of the caller's, its mode for one, is no business of the loss
+    _refuse_impurity(model)
+    params = {k: p.detach() for k, p in model.named_parameters() if p.requires_grad}
+    buffers = {k: b.detach() for k, b in model.named_buffers() if b.is_floating_point()}
     kept = {k: b for k, b in model.named_buffers() if not b.is_floating_point()}
+    names = params.keys()
 
     def pure(params: Params, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
+        if params.keys() != names:
+            raise ValueError(
+                f"The parameters are {sorted(params)}, but the module has {sorted(names)}. "
+                "The tree of parameters must not change."
+            )
         # Modules write into buffers. What they write into is made here and, under vmap, must have the
         # batch dimensions of everything that may be written.
         inputs = [leaf for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)]
         zero = torch.stack([leaf.new_zeros((), dtype=torch.float32) for leaf in inputs]).sum()
         written = {k: b + zero.to(b.dtype) for k, b in buffers.items()}
-        counted = {k: b.clone() for k, b in kept.items()}
+        state = params | written | {k: b.clone() for k, b in kept.items()}
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(model, (params, written, counted), args, kwargs)
+            return functional_call(model, state, args, kwargs)
 
         value = loss(call, batch)
-        return value, written
+        return value, {k: state[k] for k in buffers}
 
     return pure, params, buffers
 
 
-def _refuse_own_randomness(model: nn.Module) -> None:
+def _refuse_impurity(model: nn.Module) -> None:
     for name, module in model.named_modules():
         draws = isinstance(module, _DRAWS) and getattr(module, "p", 1.0) > 0
         inside = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
@@ -75,4 +83,9 @@ def _refuse_own_randomness(model: nn.Module) -> None:
                 f"The module {name or 'itself'} ({module}) draws random numbers in training mode, "
                 "so that the loss is no function of its arguments. "
                 "Put it in eval mode, or pass the noise with the batch."
+            )
+        if module.training and isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None:
+            raise ValueError(
+                f"The module {name or 'itself'} ({module}) averages over all batches by an integer count, "
+                "which is not carried. Give it a momentum, such as 0.1."
             )

@@ -54,7 +54,8 @@ class Online:
     another meta than the one that made θ. `credit` is what P is credited with: the last gradient alone
     (`"gradient"`, the paper) or all that the optimizer's movement is made of (`"velocity"`). A `null_step`
     takes the last step again, with what was learned from it, whenever the loss rose; it means something only
-    if every batch is the same. Why the defaults are what they are: docs/concepts.md.
+    if every batch is the same, and needs a guard: a rejected step without one teaches the larger the further
+    it went. Why the defaults are what they are: docs/concepts.md.
 
     Learning rates move as log lr, decays as logit decay, matrices as they are. It is itself a training,
     steered by Meta(hyper of the meta-optimizer, {}): it can be learned by another. (docs/math.md, 9 to 11)

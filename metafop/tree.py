@@ -50,7 +50,7 @@ def all_finite(x: Tree) -> Tensor:
     terms that overflows counts as not finite, in no less than float32.
     """
     sums = [leaf.sum(dtype=torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves(x)]
-    return torch.isfinite(torch.stack([s.to(sums[0].dtype) for s in sums])).all()
+    return torch.stack([s.isfinite() for s in sums]).all()
 
 
 def pull(function: Callable[[Tree], Tree], x: Tree, cotangent: Tree) -> Tree:
@@ -74,8 +74,10 @@ def named(x: Tree, prefix: str = "") -> dict[str, Tensor]:
 
 def replace(x: Tree, new: dict[str, Tensor]) -> Tree:
     """Return `x` with the leaves that `new` names replaced."""
-    _, structure = pytree.tree_flatten(x)
-    return pytree.tree_unflatten([new.get(name, leaf) for name, leaf in named(x).items()], structure)
+    old, (_, structure) = named(x), pytree.tree_flatten(x)
+    if not new.keys() <= old.keys():
+        raise KeyError(f"there are no leaves {sorted(new.keys() - old.keys())}: there are {sorted(old)}.")
+    return pytree.tree_unflatten([new.get(name, leaf) for name, leaf in old.items()], structure)
 
 
 def is_concrete(x: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """The words of the library as types: what a step sees, what it hands on, and who takes part in it."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Generator, Tensor
 
@@ -121,6 +121,19 @@ class Preconditioner(Protocol):
 
     def pullback(self, m: Tree, grad: Tensor, cotangent: Tensor) -> Tree:
         """Return the derivative of ⟨cotangent, P(m) grad⟩ in m."""
+        ...
+
+
+@runtime_checkable
+class Inspectable(Preconditioner, Protocol):
+    """A family whose P can be looked at: what diagnostics show, and what `Normalized` and its kin rescale."""
+
+    def dimension(self, m: Tree) -> int:
+        """Return n, the number of rows of P(m)."""
+        ...
+
+    def norm(self, m: Tree) -> Tensor:
+        """Return ‖P(m)‖_F, smooth in m and without forming P where that is large."""
         ...
 
     def eigenvalues(self, m: Tree) -> Tensor:

@@ -123,6 +123,7 @@ def check(
     What is not given is plain: gradient descent, no preconditioner. The third step, because at the first some
     derivatives are exactly zero (Adam's in its betas).
 
+    >>> from metafop import verify
     >>> verify.check(preconditioner=Dense()).ok
     True
     """

@@ -235,3 +235,21 @@ def test_half_precision_is_looked_at_in_float32(dtype):
     training = Training(loss, SGD(), {"w": Dense()})
     scalars = diagnostics.summary(training, training.meta(params, SGD().hyper(lr=0.1)), params)
     assert {value.dtype for value in scalars.values()} == {torch.float32}
+
+
+def test_a_family_that_cannot_be_inspected_has_angles_but_no_spectrum():
+    class Halving:
+        def init(self, param, generator=None):
+            return param.new_ones(())
+
+        def apply(self, m, grad):
+            return 0.5 * m * grad
+
+        def pullback(self, m, grad, cotangent):
+            return 0.5 * (grad * cotangent).sum()
+
+    training = Training(lambda params, buffers, batch: (params["w"].sum(), buffers), SGD(), {"w": Halving()})
+    params = {"w": torch.ones(3)}
+    scalars = diagnostics.summary(training, training.meta(params, SGD().hyper(lr=0.1)), params)
+    assert scalars["angle/w"] == 0
+    assert not any(name.startswith(("eigenvalue", "norm")) for name in scalars)

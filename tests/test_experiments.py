@@ -57,6 +57,39 @@ def test_toy_reproduces_figure_1_and_writes_it_down(tmp_path):
     assert events.Scalars("eigenvalue_max/x")[-1].value > 1
 
 
+def test_defaults_compares_every_method_with_momentum(tmp_path):
+    small = [
+        "--steps",
+        "2",
+        "--seeds",
+        "2",
+        "--lrs",
+        "0.1",
+        "--meta-lrs",
+        "1e-3",
+        "--narrow",
+        "2",
+        "--wide",
+        "2",
+    ]
+    main(["defaults", "--out", str(tmp_path), *small])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["momentum_training_loss"] == pytest.approx(2.3, abs=0.5)
+    assert summary["as_printed_0.001_training_ahead"].endswith("of 2")
+    assert (tmp_path / "defaults.png").stat().st_size > 10_000
+    assert EventAccumulator(str(tmp_path)).Reload().Scalars("loss/momentum")[-1].step == 1
+
+
+def test_bench_online_measures_every_case_over_the_plain_step(tmp_path):
+    small = ["--repeats", "2", "--batch", "2", "--narrow", "2", "--wide", "2", "--no-compiled"]
+    main(["bench-online", "--out", str(tmp_path), *small])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["mlp_eager_plain_over_plain"] == 1.0
+    assert summary["cnn_eager_default_over_plain"] > 0
+    assert summary["cnn_eager_closed_over_autograd"] > 0
+    assert (tmp_path / "times.png").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize("method", ["gd", *toy.SWEPT])
 def test_a_sweep_counts_as_single_runs_do(method, tmp_path):
     config = toy.Config(meta_lr=0.1, meta_lrs=(1e-3,), steps=40, sweep_steps=40, tolerance=100.0)

@@ -75,10 +75,27 @@ def test_batch_norm_in_eval_mode_keeps_its_statistics(generator):
     assert_near(params, theirs[0], rtol=1e-12)
 
 
-def test_statistics_over_all_batches_are_those_of_the_ordinary_way(generator):
-    model = filled(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, momentum=None)), generator)
-    ours, theirs = trained(model, OPTIMIZERS["sgd"], mlp(generator).batches)
-    assert_near(ours, theirs, rtol=1e-12)
+def test_statistics_over_all_batches_need_a_count_that_is_not_carried_and_are_refused():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, momentum=None))
+    with pytest.raises(ValueError, match=r"BatchNorm1d.*momentum, such as 0\.1"):
+        functional.from_module(model, batch_loss)
+    functional.from_module(model.eval(), batch_loss)
+
+
+def test_what_becomes_of_the_module_later_does_not_change_the_loss(generator):
+    model = filled(nn.Sequential(nn.Linear(3, 2), nn.Dropout()), generator).eval()
+    loss, params, buffers = functional.from_module(model, batch_loss)
+    batch = mlp(generator).batches[0]
+    before = loss(params, buffers, batch)
+    model.train()
+    filled(model, generator)
+    assert_near(loss(params, buffers, batch), before, 0.0)
+
+
+def test_parameters_of_other_names_are_refused(generator):
+    loss, params, buffers = functional.from_module(nn.Linear(3, 2), batch_loss)
+    with pytest.raises(ValueError, match="must not change"):
+        loss({"weights": params["weight"], "bias": params["bias"]}, buffers, mlp(generator).batches[0])
 
 
 def test_buffers_are_carried_and_never_differentiated():

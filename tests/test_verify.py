@@ -26,12 +26,6 @@ class Skewed:
         exact = (2 * m * grad * cotangent).sum(0)
         return exact if self.wrong_at is None else exact * (1 - 0.5 * torch.eye(len(m))[self.wrong_at])
 
-    def eigenvalues(self, m):
-        return m.square()
-
-    def matrix(self, m):
-        return torch.diag(m.square())
-
 
 @dataclass(frozen=True)
 class Doubling(SGD):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.optimizers.hyper import Positive, Unit, Value, at, collect, tensors
+from metafop.optimizers.hyper import Positive, Unit, Value, alike, at, collect, tensors
 from metafop.types import Domain, Params
 
 
@@ -92,9 +92,9 @@ class Adam:
             )
             for k, p in params.items()
         }
-        mean = {k: part.mean for k, part in parts.items()}
-        square = {k: part.square for k, part in parts.items()}
-        return new, AdamState(opt.time + 1, mean, square)
+        mean = alike({k: part.mean for k, part in parts.items()}, opt.mean)
+        square = alike({k: part.square for k, part in parts.items()}, opt.square)
+        return alike(new, params), AdamState(opt.time + 1, mean, square)
 
     def pullback(
         self, hyper: AdamHyper, params: Params, opt: AdamState, direction: Params, cotangent: Params

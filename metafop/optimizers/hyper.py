@@ -144,6 +144,11 @@ def fitted(optimizer: Optimizer, hyper: Any, moves: dict[str, Tensor]) -> Any:
     return tree.map(lambda x: x.to(device=first.device, dtype=dtype), hyper)
 
 
+def alike(new: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return `new` in the precision of `old`: torch would widen a half-precision scalar to that of lr."""
+    return {name: x.to(old[name].dtype) for name, x in new.items()}
+
+
 def at(value: Tensor | dict[str, Tensor], name: str) -> Tensor:
     """Return the value for the parameter `name`."""
     return value[name] if isinstance(value, dict) else value

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.optimizers.hyper import Positive, Unit, Value, at, collect, tensors
+from metafop.optimizers.hyper import Positive, Unit, Value, alike, at, collect, tensors
 from metafop.types import Domain, Params
 
 
@@ -50,7 +50,8 @@ class Momentum:
         self, hyper: MomentumHyper, params: Params, opt: Params, direction: Params
     ) -> tuple[Params, Params]:
         velocity, ahead = self._moves(hyper, params, opt, direction)
-        return {k: torch.addcmul(p, at(hyper.lr, k), ahead[k], value=-1) for k, p in params.items()}, velocity
+        new = {k: torch.addcmul(p, at(hyper.lr, k), ahead[k], value=-1) for k, p in params.items()}
+        return alike(new, params), alike(velocity, opt)
 
     def pullback(
         self, hyper: MomentumHyper, params: Params, opt: Params, direction: Params, cotangent: Params

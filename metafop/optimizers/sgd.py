@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.optimizers.hyper import Positive, Value, at, collect, tensors
+from metafop.optimizers.hyper import Positive, Value, alike, at, collect, tensors
 from metafop.types import Domain, Params
 
 
@@ -42,7 +42,8 @@ class SGD:
         self, hyper: SGDHyper, params: Params, opt: tuple[()], direction: Params
     ) -> tuple[Params, tuple[()]]:
         moves = self._moves(hyper, params, direction)
-        return {k: torch.addcmul(p, at(hyper.lr, k), moves[k], value=-1) for k, p in params.items()}, ()
+        new = {k: torch.addcmul(p, at(hyper.lr, k), moves[k], value=-1) for k, p in params.items()}
+        return alike(new, params), ()
 
     def pullback(
         self, hyper: SGDHyper, params: Params, opt: tuple[()], direction: Params, cotangent: Params

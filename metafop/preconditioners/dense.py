@@ -31,6 +31,13 @@ class Dense:
         """Return `(CᵀG + GᵀC) M`."""
         return gram.pullback(m, gram.rows(m, grad), gram.rows(m, cotangent))
 
+    def dimension(self, m: Tensor) -> int:
+        return m.shape[-2]
+
+    def norm(self, m: Tensor) -> Tensor:
+        """Return `‖M Mᵀ‖_F = ‖Mᵀ M‖_F`."""
+        return torch.linalg.matrix_norm(m.mT @ m)
+
     def eigenvalues(self, m: Tensor) -> Tensor:
         return torch.linalg.svdvals(m).square()
 
@@ -63,6 +70,12 @@ class Spatial:
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
         return Dense().pullback(m, grad, cotangent)
 
+    def dimension(self, m: Tensor) -> int:
+        return Dense().dimension(m)
+
+    def norm(self, m: Tensor) -> Tensor:
+        return Dense().norm(m)
+
     def eigenvalues(self, m: Tensor) -> Tensor:
         return Dense().eigenvalues(m)
 
@@ -72,7 +85,7 @@ class Spatial:
 
 def inputs(param: Tensor) -> int:
     """Return how many inputs each output of the parameter has; a vector is one output."""
-    return param.numel() // param.shape[0] if param.dim() > 1 else param.numel()
+    return math.prod(param.shape[1:]) if param.dim() > 1 else param.numel()
 
 
 def _identity(n: int, param: Tensor) -> Tensor:

@@ -25,6 +25,12 @@ class Identity:
     def pullback(self, m: tuple[()], grad: Tensor, cotangent: Tensor) -> tuple[()]:
         return ()
 
+    def dimension(self, m: tuple[()]) -> int:
+        return 1
+
+    def norm(self, m: tuple[()]) -> Tensor:
+        return torch.ones(())
+
     def eigenvalues(self, m: tuple[()]) -> Tensor:
         return torch.ones(1)
 
@@ -52,6 +58,12 @@ class Scalar:
         """Return `∂⟨c, s g⟩/∂s = ⟨c, g⟩`."""
         return tree.dot(cotangent.to(m.dtype), grad.to(m.dtype))
 
+    def dimension(self, m: Tensor) -> int:
+        return 1
+
+    def norm(self, m: Tensor) -> Tensor:
+        return m.abs()
+
     def eigenvalues(self, m: Tensor) -> Tensor:
         return m.reshape(1)
 
@@ -78,6 +90,12 @@ class Diagonal:
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
         """Return `∂⟨c, d ⊙ g⟩/∂d = c ⊙ g`."""
         return cotangent.to(m.dtype) * grad.to(m.dtype)
+
+    def dimension(self, m: Tensor) -> int:
+        return m.numel()
+
+    def norm(self, m: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(m)
 
     def eigenvalues(self, m: Tensor) -> Tensor:
         return m.flatten()

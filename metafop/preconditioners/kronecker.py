@@ -46,6 +46,12 @@ class Kronecker:
         a = gram.apply(m.inputs, g)
         return KroneckerFactors(gram.pullback(m.inputs, b, c), gram.pullback(m.outputs, a.mT, c.mT))
 
+    def dimension(self, m: KroneckerFactors) -> int:
+        return m.inputs.shape[-2] * m.outputs.shape[-2]
+
+    def norm(self, m: KroneckerFactors) -> Tensor:
+        return Dense().norm(m.outputs) * Dense().norm(m.inputs)
+
     def eigenvalues(self, m: KroneckerFactors) -> Tensor:
         return (
             Dense().eigenvalues(m.outputs)[..., None] * Dense().eigenvalues(m.inputs)[..., None, :]

@@ -1,6 +1,5 @@
 """Which family for which parameter."""
 
-import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
@@ -15,12 +14,12 @@ from metafop.types import Params, Preconditioner
 def by_shape(param: Tensor, rank: int = 4) -> Preconditioner:
     """Return the family that suits a parameter of this shape in an ordinary network.
 
-    Kernels get `Spatial`; matrices, and kernels of one position (1×1 convolutions are matrices), get
-    `LowRank`; biases and the scales of norms get `Identity`.
+    Kernels get `Spatial`, which for a 1×1 kernel is one learned rate for the layer; matrices get `LowRank`;
+    biases and the scales of norms get `Identity`. The evidence: docs/concepts.md.
     """
-    if param.dim() >= 3 and math.prod(param.shape[2:]) > 1:
+    if param.dim() >= 3:
         return Spatial()
-    if param.dim() >= 2:
+    if param.dim() == 2:
         return LowRank(min(rank, inputs(param)))
     return Identity()
 

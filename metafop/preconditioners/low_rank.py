@@ -59,6 +59,14 @@ class LowRank:
         """Return `(CᵀG + GᵀC) M` without forming an n-by-n matrix."""
         return gram.pullback(m, gram.rows(m, grad), gram.rows(m, cotangent))
 
+    def dimension(self, m: Tensor) -> int:
+        return m.shape[-2]
+
+    def norm(self, m: Tensor) -> Tensor:
+        """Return `‖I + M Mᵀ‖_F`, whose square is n + 2 ‖M‖² + ‖Mᵀ M‖²."""
+        small = m.mT @ m
+        return (m.shape[-2] + 2 * m.square().sum((-2, -1)) + small.square().sum((-2, -1))).sqrt()
+
     def eigenvalues(self, m: Tensor) -> Tensor:
         learned = 1 + torch.linalg.svdvals(m).square()
         return torch.cat([learned, m.new_ones(*m.shape[:-2], m.shape[-2] - m.shape[-1])], dim=-1)

@@ -1,4 +1,4 @@
-"""Wrappers that rescale another family's P by a number that depends on P: P' = s(P) P."""
+"""Wrappers that rescale another family's P by a number that depends on its norm: P' = s(‖P‖_F) P."""
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
@@ -11,19 +11,25 @@ import torch
 from torch import Generator, Tensor
 
 from metafop import tree
-from metafop.types import Preconditioner, Tree
+from metafop.types import Inspectable, Tree
 
 
 class _Scaled(ABC):
     """What `Normalized` and `Bounded` have in common: all but the scale."""
 
-    family: Preconditioner
+    family: Inspectable
 
     def init(self, param: Tensor, generator: Generator | None = None) -> Tree:
         return self.family.init(param, generator)
 
     def apply(self, m: Tree, grad: Tensor) -> Tensor:
-        return self._scale(m) * self.family.apply(m, grad)
+        return (self._scale(m) * self.family.apply(m, grad)).to(grad.dtype)
+
+    def dimension(self, m: Tree) -> int:
+        return self.family.dimension(m)
+
+    def norm(self, m: Tree) -> Tensor:
+        return self._scale(m) * self.family.norm(m)
 
     def pullback(self, m: Tree, grad: Tensor, cotangent: Tensor) -> Tree:
         return _pullback(self.family, self._scale, m, grad, cotangent)
@@ -47,23 +53,24 @@ class Normalized(_Scaled):
     tensor([1., 2.])
     """
 
-    family: Preconditioner
+    family: Inspectable
 
     def _scale(self, m: Tree) -> Tensor:
-        eigenvalues = self.family.eigenvalues(m)
-        return _nonzero(eigenvalues.square().mean().sqrt()).reciprocal()
+        return self.family.dimension(m) ** 0.5 / _nonzero(self.family.norm(m))
 
 
 @dataclass(frozen=True)
 class Bounded(_Scaled):
-    """min(1, limit / ‖P‖₂) P: no direction is stretched by more than `limit`.
+    """min(1, limit √n / ‖P‖_F) P: the norm of P is at most `limit` times that of the identity.
 
-    >>> family = Bounded(Scalar(), limit=3.0)
-    >>> family.apply(torch.tensor(7.0), torch.tensor([1.0, 2.0]))
-    tensor([3., 6.])
+    Not the spectral norm, which has no derivative where eigenvalues are equal, as they are where P starts.
+
+    >>> family = Bounded(Scalar(), limit=4.0)
+    >>> family.apply(torch.tensor(8.0), torch.tensor([1.0, 2.0]))
+    tensor([4., 8.])
     """
 
-    family: Preconditioner
+    family: Inspectable
     limit: float = 2.0
 
     def __post_init__(self) -> None:
@@ -74,7 +81,8 @@ class Bounded(_Scaled):
             )
 
     def _scale(self, m: Tree) -> Tensor:
-        return (self.limit / _nonzero(_spectral(self.family, m))).clamp(max=1)
+        largest = self.limit * self.family.dimension(m) ** 0.5
+        return (largest / _nonzero(self.family.norm(m))).clamp(max=1)
 
 
 class Aging(NamedTuple):
@@ -91,10 +99,11 @@ def inverse_square(time: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rescaled:
-    """γ(t) P / ‖P‖₂ with γ(t) = δ(t) ‖P‖₂ + (1 - δ(t)) p∞: P is free at first and ends at the norm p∞.
+    """γ(t) P / ‖P‖_F with γ(t) = δ(t) ‖P‖_F + (1 - δ(t)) p∞: P is free at first and ends at the norm p∞.
 
     The modification for which the paper argues convergence (section 6; Baydin et al., 2018), given a `limit`
-    p∞ < 1/L. The time starts at 1 and moves on by `safeguards.age`, given to `Online(bounds=…)`.
+    p∞ < 1/L; the Frobenius norm, which is smooth, bounds the paper's spectral one. The time starts at 1 and
+    moves on by `safeguards.age`, given to `Online(bounds=…)`.
 
     >>> family = Rescaled(Scalar(), limit=0.5)
     >>> family.apply(Aging(torch.tensor(7.0), torch.tensor(1.0)), torch.ones(1))
@@ -103,7 +112,7 @@ class Rescaled:
     tensor([0.5000])
     """
 
-    family: Preconditioner
+    family: Inspectable
     limit: float
     delta: Callable[[Tensor], Tensor] = field(default=inverse_square, repr=False)
 
@@ -119,7 +128,13 @@ class Rescaled:
         return Aging(self.family.init(param, generator), time)
 
     def apply(self, m: Aging, grad: Tensor) -> Tensor:
-        return self._scale(m) * self.family.apply(m.inner, grad)
+        return (self._scale(m) * self.family.apply(m.inner, grad)).to(grad.dtype)
+
+    def dimension(self, m: Aging) -> int:
+        return self.family.dimension(m.inner)
+
+    def norm(self, m: Aging) -> Tensor:
+        return self._scale(m) * self.family.norm(m.inner)
 
     def pullback(self, m: Aging, grad: Tensor, cotangent: Tensor) -> Aging:
 
@@ -137,11 +152,11 @@ class Rescaled:
 
     def _scale(self, m: Aging) -> Tensor:
         delta = self.delta(m.time.detach())  # time passes; it is not learned
-        return delta + (1 - delta) * self.limit / _nonzero(_spectral(self.family, m.inner))
+        return delta + (1 - delta) * self.limit / _nonzero(self.family.norm(m.inner))
 
 
 def _pullback(
-    family: Preconditioner, scale: Callable[[Tree], Tensor], m: Tree, grad: Tensor, cotangent: Tensor
+    family: Inspectable, scale: Callable[[Tree], Tensor], m: Tree, grad: Tensor, cotangent: Tensor
 ) -> Tree:
     """Return `s ∂⟨c, P g⟩ + ⟨c, P g⟩ ∂s`, ∂s by autograd: the product rule (docs/math.md, 4)."""
     if not tree.leaves(m):
@@ -149,10 +164,6 @@ def _pullback(
     value = scale(m)
     along = tree.dot(cotangent, family.apply(m, grad)).to(value.dtype)
     return tree.add(tree.scale(family.pullback(m, grad, cotangent), value), tree.pull(scale, m, along))
-
-
-def _spectral(family: Preconditioner, m: Tree) -> Tensor:
-    return family.eigenvalues(m).abs().amax()
 
 
 def _nonzero(norm: Tensor) -> Tensor:
