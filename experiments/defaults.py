@@ -132,7 +132,7 @@ def digits(config: Config, generator: Generator) -> Problem:
             torch.manual_seed(
                 config.seed + seed
             )  # nn.Module draws its first weights from the global generator
-            networks.append(models.all_conv(config.narrow, config.wide, channels=1))
+            networks.append(models.all_conv(config.narrow, config.wide, channels=1).float())
     pure = [functional.from_module(network, batch_loss) for network in networks]
     test_loss, _, _ = functional.from_module(copy.deepcopy(networks[0]).eval(), batch_loss)
     shape = (config.steps, config.seeds, config.batch)

@@ -134,7 +134,7 @@ def test_rescaled_by_age_ends_at_its_limit_and_converges_where_the_limit_is_belo
     meta = Meta(meta.hyper, {"x": meta.precond["x"]._replace(inner=0.1 * meta.precond["x"].inner)})
     online = Online(training, SGD(), bounds=(safeguards.age,))
     ends = states(online, SGD().hyper(lr=1e-3), meta, carry, [None] * 500)
-    family, last = training.preconditioners["x"], ends[-1].meta.precond["x"]
+    family, last = Rescaled(Dense(), limit=0.01), ends[-1].meta.precond["x"]
     assert last.time == 500
     torch.testing.assert_close(family.norm(last).item(), 0.01, rtol=1e-3, atol=0)
     assert himmelblau(ends[-1].params, None) < 1e-6
