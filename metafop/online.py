@@ -127,7 +127,9 @@ class Online:
         )
         memory = self.training.init_memory(carry) if self.credit == "velocity" else ()
         meta_opt = self.meta_optimizer.init(learned)
-        return OnlineCarry(carry, meta, meta_opt, carry, nothing, memory, torch.zeros_like(nothing.value))
+        # A copy, because later no tensor of the two carries will be one: torch.compile would compile twice.
+        last = tree.copy(carry)
+        return OnlineCarry(carry, meta, meta_opt, last, nothing, memory, torch.zeros_like(nothing.value))
 
     def evaluate(self, state: OnlineCarry, batch: Batch) -> Seen:
         return self.training.evaluate(state.carry, batch)

@@ -18,6 +18,12 @@ def zeros_like(x: Tree) -> Tree:
     return map(torch.zeros_like, x)
 
 
+def copy(x: Tree) -> Tree:
+    """Return a copy of every tensor; what is one tensor in two places stays one."""
+    made = {id(leaf): leaf.clone() for leaf in leaves(x)}
+    return map(lambda leaf: made[id(leaf)], x)
+
+
 def add(x: Tree, y: Tree) -> Tree:
     """Return `x + y`, leaf by leaf."""
     return map(torch.add, x, y)
