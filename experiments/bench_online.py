@@ -75,7 +75,7 @@ def main(config: Config) -> None:
                 [group, case, f"{1e3 * median(seconds):.2f}", f"{ratio(seconds, by_case['plain']):.3f}"]
             )
         figures[f"{group}_closed_over_autograd"] = ratio(by_case["closed"], by_case["autograd"])
-    run.show("One step", ["network", "case", "ms", "over plain"], rows)
+    run.show(config.out, "One step", ["network", "case", "ms", "over plain"], rows)
     draw(config, times)
     with Logger(config.out) as logger:
         for i in range(config.repeats):

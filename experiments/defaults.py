@@ -252,7 +252,7 @@ def compare(
                     curves[name].append((mean, error))
             rows.append(row)
     columns = ["method", "meta lr", "training loss", "ahead", "test loss", "ahead"]
-    run.show("FOP minus momentum, pair by pair (below zero: better)", columns, rows)
+    run.show(config.out, "FOP minus momentum, pair by pair (below zero: better)", columns, rows)
     return figures, curves
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -38,8 +38,8 @@ class Settings(Protocol):
 def begin(config: Settings) -> Generator:
     """Make the folder `out` with `config.json` in it, and return the generator that all chance comes from.
 
-    What an earlier run left there as `summary.json`, or as TensorBoard events in it or in `events`, is
-    removed: it would pass for this run's.
+    What an earlier run left there as `summary.json` or `tables.md`, or as TensorBoard events in it or in
+    `events`, is removed: it would pass for this run's.
     """
     torch.set_num_threads(config.threads)
     versions = {
@@ -51,7 +51,8 @@ def begin(config: Settings) -> Generator:
     try:
         config.out.mkdir(parents=True, exist_ok=True)
         (config.out / "config.json").write_text(json.dumps(settings, indent=2, default=str) + "\n")
-        (config.out / "summary.json").unlink(missing_ok=True)
+        for name in ("summary.json", "tables.md"):
+            (config.out / name).unlink(missing_ok=True)
         for pattern in ("events.out.tfevents.*", "events/**/events.out.tfevents.*"):
             for old in config.out.glob(pattern):
                 old.unlink()
@@ -71,14 +72,18 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         yield lambda what: bar.update(task, advance=1, description=what)
 
 
-def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table: the first column is words, the others are numbers."""
+def show(out: Path, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, and add it to `tables.md`: the first column is words, the others are numbers."""
     table = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left", no_wrap=not i)
     for row in rows:
         table.add_row(*row)
     Console().print(table)
+    rule = ["---", *["---:"] * (len(columns) - 1)]
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows)]
+    with (out / "tables.md").open("a") as file:
+        file.write("\n".join([title, "", *lines]) + "\n\n")
 
 
 def finish(out: Path, figures: Mapping[str, Figure]) -> None:

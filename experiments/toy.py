@@ -218,7 +218,7 @@ def report(config: Config, traces: Traces, rates: Rates) -> dict[str, run.Figure
             figures[f"{name}_{key}"] = found.steps
             rows.append((METHODS[FIGURE[key][0]].label, _steps(found), str(surface.paper.get(key, ""))))
         title = f"{name.title()}: steps to a loss below {config.tolerance:g}, ρ = {config.meta_lr:g}"
-        run.show(title, ["", "steps", "in the paper"], rows)
+        run.show(config.out, title, ["", "steps", "in the paper"], rows)
         rows = []
         for method, failures, ratio in zip(SWEPT, *rates[name], strict=True):
             at, worst, steps = failures[here].item(), failures.max().item(), ratio[here].item()
@@ -227,7 +227,7 @@ def report(config: Config, traces: Traces, rates: Rates) -> dict[str, run.Figure
             figures[f"{name}_ratio_{method}"] = steps if steps < torch.inf else None
             rows.append((METHODS[method].label, _percent(at), _percent(worst), _ratio(steps)))
         columns = ["", f"fail, ρ = {config.meta_lr:g}", "fail, worst ρ", "steps / GD"]
-        run.show(f"{name.title()}: {config.starts} random starts", columns, rows)
+        run.show(config.out, f"{name.title()}: {config.starts} random starts", columns, rows)
     return figures
 
 

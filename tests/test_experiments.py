@@ -70,7 +70,7 @@ def test_defaults_compares_every_method_with_momentum(tmp_path):
         "--narrow",
         "2",
         "--wide",
-        "2",
+        "4",
     ]
     main(["defaults", "--out", str(tmp_path), *small])
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -78,6 +78,7 @@ def test_defaults_compares_every_method_with_momentum(tmp_path):
     assert summary["as_printed_0.001_training_ahead"].endswith("of 2")
     assert (tmp_path / "defaults.png").stat().st_size > 10_000
     assert EventAccumulator(str(tmp_path)).Reload().Scalars("loss/momentum")[-1].step == 1
+    assert "| as printed | 0.001 |" in (tmp_path / "tables.md").read_text()
 
 
 def test_bench_online_measures_every_case_over_the_plain_step(tmp_path):
@@ -142,7 +143,7 @@ def test_a_figure_that_is_not_finite_is_refused(value, tmp_path):
 
 def test_a_second_run_removes_what_would_pass_for_its_own_and_nothing_else(tmp_path):
     events = "events.out.tfevents.1"
-    removed = ["summary.json", events, f"events/{events}", f"events/booth/{events}"]
+    removed = ["summary.json", "tables.md", events, f"events/{events}", f"events/booth/{events}"]
     kept = ["notes.txt", "events/notes.txt", f"other/{events}"]
     for name in removed + kept:
         (tmp_path / name).parent.mkdir(exist_ok=True)
