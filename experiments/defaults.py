@@ -177,7 +177,10 @@ def learned(config: Config, problem: Problem, method: Method, tick: Callable[[],
     training = Training(problem.loss, Momentum(), method.families(first))
     online = Online(training, Adam(), **method.settings)
     hyper = Momentum().hyper(lr=0.0)
-    metas = [training.meta(first, hyper, Generator().manual_seed(seed)) for seed in range(config.seeds)]
+    metas = [
+        training.meta(first, hyper, Generator().manual_seed(config.seed + seed))
+        for seed in range(config.seeds)
+    ]
     steer = online.meta(metas[0], Adam().hyper(lr=0.0))
 
     def init(lr: Tensor, precond: Any, params: Any, buffers: Any) -> Any:

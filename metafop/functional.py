@@ -35,9 +35,10 @@ def from_module(
 ) -> tuple[Loss, Params, Buffers]:
     """Return a pure loss, and copies of the model's trainable parameters and floating-point buffers.
 
-    `loss(model, batch)` is written as always; the model that it is given computes with the parameters and
-    buffers of the call. The module itself is copied and never changed: parameters that do not require a
-    gradient and integer buffers stay as they are.
+    `loss(model, batch)` is written as always, but can only call the model: what it is given is a function
+    that computes with the parameters and buffers of the call. The module itself is copied and never changed;
+    parameters that do not require a gradient, and integer buffers, stay as they are. For a loss in eval mode,
+    call this once more with `model.eval()`.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> loss, params, buffers = from_module(model, lambda model, batch: model(batch).square().mean())
@@ -45,18 +46,25 @@ def from_module(
     ['bias', 'weight']
     >>> value, buffers = loss(params, buffers, torch.ones(3, 2))
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"from_module takes an nn.Module first, got {type(model).__name__}. Pass the model.")
     model = copy.deepcopy(model)  # what becomes of the caller's, its mode for one, is no business of the loss
     _refuse_impurity(model)
     params = {k: p.detach() for k, p in model.named_parameters() if p.requires_grad}
     buffers = {k: b.detach() for k, b in model.named_buffers() if b.is_floating_point()}
     kept = {k: b for k, b in model.named_buffers() if not b.is_floating_point()}
-    names = params.keys()
+    names, buffer_names = params.keys(), buffers.keys()
 
     def pure(params: Params, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
         if params.keys() != names:
             raise ValueError(
                 f"The parameters are {sorted(params)}, but the module has {sorted(names)}. "
                 "The tree of parameters must not change."
+            )
+        if buffers.keys() != buffer_names:
+            raise ValueError(
+                f"The buffers are {sorted(buffers)}, but the module has {sorted(buffer_names)}. "
+                "Start with those that from_module returns: training.init(params, buffers)."
             )
         # Modules write into buffers. What they write into is made here and, under vmap, must have the
         # batch dimensions of everything that may be written.

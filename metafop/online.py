@@ -12,7 +12,7 @@ from torch import Tensor
 from metafop import tree
 from metafop.hypergradients import closed_form
 from metafop.optimizers import Free, fitted
-from metafop.preconditioners import Aging
+from metafop.preconditioners import aged, clocks
 from metafop.safeguards import Bound, Guard, scale_free
 from metafop.types import Batch, Buffers, Domain, Info, Last, Meta, Optimizer, Params, Seen, Trains, Tree
 
@@ -53,9 +53,10 @@ class Online:
     `order="paper"` is Algorithm 1 of the paper: it advances with meta instead of meta', so that H is taken at
     another meta than the one that made θ. `credit` is what P is credited with: the last gradient alone
     (`"gradient"`, the paper) or all that the optimizer's movement is made of (`"velocity"`). A `null_step`
-    takes the last step again, with what was learned from it, whenever the loss rose; it means something only
-    if every batch is the same, and needs a guard: a rejected step without one teaches the larger the further
-    it went. Why the defaults are what they are: docs/concepts.md.
+    takes the last step again, with what was learned from it, whenever the loss rose, and with half the
+    gradient if the loss is not even finite; it means something only if every batch is the same, and needs a
+    guard: what a rejected step teaches without one grows with how far it went. Why the defaults are what they
+    are: docs/concepts.md.
 
     Learning rates move as log lr, decays as logit decay, matrices as they are. It is itself a training,
     steered by Meta(hyper of the meta-optimizer, {}): it can be learned by another. (docs/math.md, 9 to 11)
@@ -88,6 +89,14 @@ class Online:
         ):
             if value not in options:
                 raise ValueError(f"Online takes {name} as one of {options}, got {value!r}. Pass one of them.")
+        if isinstance(self.meta_optimizer, type):
+            raise TypeError(
+                f"Online takes an optimizer, got the class {self.meta_optimizer.__name__}. "
+                f"Pass {self.meta_optimizer.__name__}()."
+            )
+        for name, value in (("guards", self.guards), ("bounds", self.bounds)):
+            if not isinstance(value, tuple):
+                raise TypeError(f"Online takes a tuple of {name}, got {value!r}. Pass {name}=(...,).")
         if not isinstance(self.learn, tuple) or not self.learn:
             raise ValueError(
                 f"Online learns a tuple of names, got learn={self.learn!r}. "
@@ -117,7 +126,7 @@ class Online:
             if value.dim() == 0 and tree.is_concrete(value) and not domain.inside(value.item()):
                 raise ValueError(
                     f"Online cannot learn {name} from {value.item():g}, on the boundary of its range: "
-                    "it would stay there. Start inside, or leave it out of learn."
+                    "it would stay there. Start inside, or name in learn only what is to move."
                 )
         value = next(iter(carry.params.values()))
         nothing = Seen(
@@ -135,7 +144,12 @@ class Online:
         return self.training.evaluate(state.carry, batch)
 
     def advance(self, meta: Meta, state: OnlineCarry, seen: Seen) -> tuple[OnlineCarry, Info]:
-        value, finite = seen.value, tree.all_finite((seen.value, seen.grads))
+        if meta.precond:
+            raise ValueError(
+                f"Online is steered by what online.meta(...) returns, got a meta with the preconditioners of "
+                f"{sorted(meta.precond)}. Pass the former; the latter is in the state already."
+            )
+        value, finite = seen.value, tree.all_finite(seen)
         seen = _coasting(finite, seen, state.buffers)
 
         # Learn: how should the last step have been taken?
@@ -145,18 +159,19 @@ class Online:
         new_meta, meta_opt, moves = self._moved(meta, state, grads, moves)
 
         # Then take the next one; or, if the loss rose, the last one again.
-        carry, info = state.carry, {"value": value, "finite": finite, "moved": moves}
+        carry, taken, info = state.carry, finite, {"value": value, "finite": finite, "moved": moves}
         if self.null_step:
-            before = state.last_seen.value
-            rose = (state.taken > 0) & before.isfinite() & ~(seen.value <= before)
-            carry, seen, memory = tree.where(
-                rose, (state.last_carry, state.last_seen, state.memory), (carry, seen, memory)
-            )
-            info["rose"] = rose
+            before = state.last_seen
+            rose = (state.taken > 0) & before.value.isfinite() & ~(seen.value <= before.value)
+            # Nothing is learned from a loss that is not finite: the step is shortened instead.
+            shorter = {k: torch.where(finite, g, 0.5 * g) for k, g in before.grads.items()}
+            again = (state.last_carry, Seen(before.value, shorter, before.buffers), state.memory)
+            carry, seen, memory = tree.where(rose, again, (carry, seen, memory))
+            taken, info["rose"] = finite | rose, rose
         used = new_meta if self.order == "exact" else state.meta
         new_carry, below = self.training.advance(used, carry, seen)
         new_state = OnlineCarry(
-            new_carry, new_meta, meta_opt, carry, seen, memory, torch.ones_like(state.taken)
+            new_carry, new_meta, meta_opt, carry, seen, memory, taken.to(state.taken.dtype)
         )
         return new_state, info | {f"below.{k}": v for k, v in below.items() if k != "value"}
 
@@ -224,20 +239,26 @@ class Online:
         moved = {
             name: self._domain(name).moved(value, old[name], new[name]) for name, value in values.items()
         }
-        new_meta = tree.replace(state.meta, moved)
+        bounded = Meta(state.meta.hyper, {k: aged(m) for k, m in state.meta.precond.items()})
+        bounded = tree.replace(bounded, moved)
         for bound in self.bounds:
-            new_meta = bound(new_meta)
+            bounded = bound(bounded)
+        moving = moved.keys() | self._clocks(state.meta)
+        new_meta = tree.replace(state.meta, {k: x for k, x in tree.named(bounded).items() if k in moving})
         moves = moves & tree.all_finite(self._learned(new_meta))
         return *tree.where(moves, (new_meta, meta_opt), (state.meta, state.meta_opt)), moves
 
     def _learned(self, meta: Meta) -> dict[str, Tensor]:
         """Return the leaves that `learn` names, by name; the time of a `Rescaled` family only passes."""
-        clocks = {f"precond.{k}.time" for k, m in meta.precond.items() if isinstance(m, Aging)}
+        clocks = self._clocks(meta)
         return {
             name: leaf
             for name, leaf in tree.named(meta).items()
             if name not in clocks and any(name == part or name.startswith(f"{part}.") for part in self.learn)
         }
+
+    def _clocks(self, meta: Meta) -> set[str]:
+        return {name for k, m in meta.precond.items() for name in clocks(m, f"precond.{k}")}
 
     def _domain(self, name: str) -> Domain:
         part, _, rest = name.partition(".")

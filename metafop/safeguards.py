@@ -78,14 +78,6 @@ def bound_norm(limit: float) -> Bound:
     return bounded
 
 
-def age(meta: Meta) -> Meta:
-    """Move the time of every `Rescaled` preconditioner on by one."""
-    return Meta(
-        meta.hyper,
-        {k: Aging(m.inner, m.time + 1) if isinstance(m, Aging) else m for k, m in meta.precond.items()},
-    )
-
-
 def _inner_map(function: Callable[[Tensor], Tensor], m: Tree) -> Tree:
     return Aging(tree.map(function, m.inner), m.time) if isinstance(m, Aging) else tree.map(function, m)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 from torch.func import grad_and_value
 
 from metafop import tree
@@ -50,6 +51,26 @@ class Training:
     optimizer: Optimizer
     preconditioners: Mapping[str, Preconditioner] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.optimizer, type):
+            name = self.optimizer.__name__
+            raise TypeError(f"Training takes an optimizer, got the class {name}. Pass {name}().")
+        if not isinstance(self.preconditioners, Mapping):
+            raise TypeError(
+                f"Training takes preconditioners by parameter name, got {self.preconditioners!r}. "
+                "Pass a dict, such as assign(params) makes."
+            )
+        for name, family in self.preconditioners.items():
+            if isinstance(family, type):
+                raise TypeError(
+                    f"The preconditioner of {name!r} is a class, {family.__name__}. Pass {family.__name__}()."
+                )
+        if not _takes_three(self.loss):
+            raise TypeError(
+                f"A loss takes (params, buffers, batch), got {self.loss!r}, which does not. "
+                "Lift a loss(params, batch) with functional.plain."
+            )
+
     @property
     def domains(self) -> Mapping[str, Domain]:
         return self.optimizer.domains
@@ -58,10 +79,21 @@ class Training:
         """Return where learning starts: `hyper`, as precise as the parameters, and each family's tensors."""
         _check_params(params)
         self._check_families(params)
-        return Meta(
+        if generator is not None and not isinstance(generator, Generator):
+            raise TypeError(
+                f"Training.meta takes a torch.Generator, got {generator!r}. "
+                "Pass torch.Generator().manual_seed(seed)."
+            )
+        meta = Meta(
             fitted(self.optimizer, hyper, params),
             {k: self._family(k).init(p, generator) for k, p in params.items()},
         )
+        if len(tree.named(meta)) < len(tree.leaves(meta)):
+            raise ValueError(
+                f"The parameters {sorted(params)} and the tensors of their preconditioners share names. "
+                "Rename a parameter."
+            )
+        return meta
 
     def init(self, params: Params, buffers: Buffers | None = None) -> Carry:
         _check_params(params)
@@ -76,9 +108,16 @@ class Training:
                     "Lift a loss(params, batch) with functional.plain."
                 )
             value, buffers = result
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+                raise TypeError(f"A loss returns a floating-point tensor as value, got {kind}. Return one.")
             if value.dim() != 0:
                 raise ValueError(
                     f"A loss returns a scalar value, got shape {tuple(value.shape)}. Take its mean()."
+                )
+            if not isinstance(buffers, dict):
+                raise TypeError(
+                    f"A loss returns buffers in a dict, got {type(buffers).__name__}. Return {{}} for none."
                 )
             return value, buffers
 
@@ -153,7 +192,22 @@ class Training:
 _IDENTITY = Identity()
 
 
+def _takes_three(loss: Loss) -> bool:
+    try:
+        inspect.signature(loss).bind(None, None, None)
+    except TypeError:
+        return False
+    except ValueError:  # no signature to look at
+        return True
+    return True
+
+
 def _check_params(params: Params) -> None:
+    if not isinstance(params, dict):
+        raise TypeError(
+            f"The parameters are a dict of tensors by name, got {type(params).__name__}. "
+            "For a module, take those that functional.from_module returns."
+        )
     if not params:
         raise ValueError("The parameters are an empty tree. Pass a dict of at least one tensor by name.")
     for name, param in params.items():
@@ -162,6 +216,11 @@ def _check_params(params: Params) -> None:
             raise TypeError(
                 f"The parameter {name!r} is {kind}, and only real floating-point tensors can be trained. "
                 "Convert it, keep it as a buffer, or view a complex one as real (torch.view_as_real)."
+            )
+        if isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"The parameter {name!r} is an nn.Parameter, which would record the history of every step. "
+                "Pass its detach(), or what functional.from_module returns."
             )
 
 

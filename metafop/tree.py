@@ -41,7 +41,8 @@ def where(condition: Tensor, x: Tree, y: Tree) -> Tree:
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
     """Return ⟨x, y⟩ of two tensors of one shape."""
-    return x.flatten() @ y.flatten()
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    return x.flatten().to(dtype) @ y.flatten().to(dtype)
 
 
 def norm(x: Tree) -> Tensor:

@@ -16,8 +16,10 @@ from metafop import (
     Kronecker,
     LowRank,
     Momentum,
+    Normalized,
     Online,
     Rescaled,
+    SGDHyper,
     Spatial,
     Training,
     assign,
@@ -40,6 +42,11 @@ def online(meta=None, params=weights, **settings):
 
 def stepped(loss, batch=None):
     return Training(loss, SGD()).evaluate(Training(loss, SGD()).init(weights), batch)
+
+
+def stepped_module(model):
+    pure, params, _ = functional.from_module(model, lambda model, batch: model(batch).sum())
+    return Training(pure, SGD()).evaluate(Training(pure, SGD()).init(params), torch.ones(4, 2))
 
 
 def noisy():
@@ -135,6 +142,69 @@ CASES = {
             *_momentum_state(), None
         ),
         ["by_autograd", "credit", "closed_form"],
+    ),
+    "a generator of parameters": (
+        lambda: training.init(cast(Any, iter([]))),
+        ["parameters", "dict", "from_module"],
+    ),
+    "a module's own parameters": (
+        lambda: training.init({"w": nn.Parameter(torch.ones(2))}),
+        ["'w'", "nn.Parameter", "detach()"],
+    ),
+    "hyper by hand, negative": (
+        lambda: training.meta(weights, SGDHyper(torch.tensor(-0.1), torch.tensor(0.0))),
+        ["SGD()", "lr", "-0.1"],
+    ),
+    "hyper in words": (lambda: SGD().hyper(lr=cast(Any, "fast")), ["SGD()", "lr", "'fast'", "float"]),
+    "a seed for a generator": (
+        lambda: training.meta(weights, hyper, cast(Any, 0)),
+        ["torch.Generator", "0", "manual_seed"],
+    ),
+    "an optimizer's class": (lambda: Training(loss, cast(Any, SGD)), ["class SGD", "SGD()"]),
+    "a meta-optimizer's class": (lambda: Online(training, cast(Any, Adam)), ["class Adam", "Adam()"]),
+    "one family for all": (
+        lambda: Training(loss, SGD(), cast(Any, Dense())),
+        ["by parameter name", "Dense()", "assign"],
+    ),
+    "a family's class": (lambda: Training(loss, SGD(), cast(Any, {"w": Dense})), ["'w'", "Dense", "Dense()"]),
+    "a plain loss": (
+        lambda: Training(cast(Any, lambda params, batch: params["w"].sum()), SGD()),
+        ["(params, buffers, batch)", "functional.plain"],
+    ),
+    "a loss that is a float": (
+        lambda: stepped(lambda params, buffers, batch: (cast(Any, 1.0), {})),
+        ["loss", "float", "tensor"],
+    ),
+    "a loss that counts": (
+        lambda: stepped(functional.plain(lambda params, batch: (params["w"] > 0).sum())),
+        ["loss", "int64", "floating-point"],
+    ),
+    "buffers that are none": (
+        lambda: stepped(lambda params, buffers, batch: (params["w"].sum(), cast(Any, None))),
+        ["buffers", "NoneType", "{}"],
+    ),
+    "forgotten buffers": (
+        lambda: stepped_module(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))),
+        ["buffers", "running_mean", "training.init(params, buffers)"],
+    ),
+    "from_module, swapped": (
+        lambda: functional.from_module(cast(Any, loss), cast(Any, nn.Linear(2, 2))),
+        ["nn.Module", "function"],
+    ),
+    "one guard, not a tuple": (
+        lambda: Online(training, SGD(), guards=cast(Any, safeguards.scale_free)),
+        ["guards", "tuple", "scale_free"],
+    ),
+    "a wrapper of a class": (lambda: Normalized(cast(Any, Dense)), ["Normalized", "Dense", "Dense()"]),
+    "the training's meta for the learner's": (
+        lambda: Online(training, SGD()).step(training.meta(weights, hyper), online(), None),
+        ["online.meta(...)", "['w']", "Pass the former"],
+    ),
+    "names that collide": (
+        lambda: Training(loss, SGD(), {"a": Kronecker(), "a.inputs": Dense()}).meta(
+            {"a": torch.ones(3, 2), "a.inputs": torch.ones(2)}, hyper
+        ),
+        ["'a.inputs'", "share names", "Rename"],
     ),
     "a rule without its hyper": (lambda: verify.check(optimizer=Adam()), ["Adam()", "hyper", "Adam().hyper"]),
 }

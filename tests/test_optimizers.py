@@ -180,3 +180,12 @@ def test_without_decay_momentum_is_descent(nesterov, generator):
     ball = Momentum(nesterov)
     still = trained(ball, ball.hyper(lr=0.1, decay=0.0, weight_decay=0.01), params, data)
     assert_same_bits(still, trained(SGD(), SGD().hyper(lr=0.1, weight_decay=0.01), params, data))
+
+
+def test_adam_in_half_precision_does_not_divide_by_an_eps_that_rounds_to_zero():
+    params, zero = (
+        {"w": torch.ones(2, dtype=torch.float16)},
+        {"w": torch.tensor([0.0, 1.0], dtype=torch.float16)},
+    )
+    new, _ = Adam().update(Adam().hyper(lr=0.01), params, Adam().init(params), zero)
+    torch.testing.assert_close(new["w"], torch.tensor([1.0, 0.99], dtype=torch.float16))

@@ -208,3 +208,11 @@ def test_a_family_by_shape_fits(shape, generator):
     family = assign({"w": torch.zeros(shape)})["w"]
     assert fits(family, shape)
     assert family.apply(family.init(torch.zeros(shape), generator), torch.ones(shape)).shape == shape
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e9])
+def test_wrappers_hold_for_matrices_whose_fourth_powers_do_not_fit_float32(size):
+    m, grad = size * torch.eye(4, dtype=torch.float32), torch.ones(3, 4, dtype=torch.float32)
+    torch.testing.assert_close(Normalized(Dense()).apply(m, grad), grad)
+    bounded = Bounded(Dense(), limit=2.0).apply(m, grad)
+    torch.testing.assert_close(bounded, min(2.0, size**2) * grad)

@@ -129,15 +129,41 @@ def test_bound_norm_keeps_every_matrix_within_its_limit():
     assert norms[-1] == pytest.approx(1.5)
 
 
-def test_rescaled_by_age_ends_at_its_limit_and_converges_where_the_limit_is_below_one_over_l():
+def test_rescaled_ends_at_its_limit_and_converges_where_the_limit_is_below_one_over_l():
     training, meta, carry = descent(start=(3.2, 2.2), lr=1.0, family=Rescaled(Dense(), limit=0.01))
     meta = Meta(meta.hyper, {"x": meta.precond["x"]._replace(inner=0.1 * meta.precond["x"].inner)})
-    online = Online(training, SGD(), bounds=(safeguards.age,))
+    online = Online(training, SGD())
     ends = states(online, SGD().hyper(lr=1e-3), meta, carry, [None] * 500)
     family, last = Rescaled(Dense(), limit=0.01), ends[-1].meta.precond["x"]
     assert last.time == 500
     torch.testing.assert_close(family.norm(last).item(), 0.01, rtol=1e-3, atol=0)
     assert himmelblau(ends[-1].params, None) < 1e-6
+
+
+@pytest.mark.parametrize("learn", [("precond.x.inner",), ("hyper.lr",), ("precond", "hyper.lr")], ids=str)
+def test_time_passes_whatever_is_learned_and_nothing_else_moves_it(learn):
+    family = Rescaled(Rescaled(Dense(), limit=3.0), limit=2.0)
+    training, meta, carry = descent(family=family)
+    online = Online(training, Adam(), learn)
+    hyper = Adam().hyper(lr=0.01, weight_decay=0.5)
+    last = states(online, hyper, meta, carry, [None] * 5)[-1].meta.precond["x"]
+    assert last.time == last.inner.time == 5  # it starts at 1, and the first step is not learned from
+
+
+def test_a_bound_moves_only_what_is_learned():
+    training, meta, carry = descent()
+    online = Online(training, SGD(), ("hyper.lr",), bounds=(safeguards.bound_norm(0.1),))
+    last = states(online, SGD().hyper(lr=0.1), meta, carry, [None] * 5)[-1]
+    assert torch.equal(last.meta.precond["x"], torch.eye(2))
+
+
+def test_a_null_step_comes_back_from_where_the_loss_is_not_finite():
+    loss = functional.plain(lambda params, batch: (params["w"] - 3 * params["w"].log()).sum())
+    training, params = Training(loss, SGD(), {"w": Dense()}), {"w": torch.full((4,), 4.0)}
+    meta = training.meta(params, SGD().hyper(lr=20.0))
+    online = Online(training, Adam(), ("precond", "hyper.lr"), null_step=True)
+    ends = states(online, Adam().hyper(lr=0.05), meta, training.init(params), [None] * 60)
+    torch.testing.assert_close(ends[-1].params["w"], torch.full((4,), 3.0), rtol=0.05, atol=0)
 
 
 def test_a_null_step_never_lets_the_loss_stay_above_the_best_and_takes_the_step_again():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from metafop import SGD, Adam, Dense, LowRank, Momentum, tree, verify
+from metafop import SGD, Adam, Dense, LowRank, Momentum, Normalized, Rescaled, tree, verify
 from metafop.preconditioners import Identity
 
 
@@ -48,6 +48,31 @@ def test_a_wrong_family_is_found_and_the_place_is_named():
     assert report.worst.autograd > 1e-3
     assert report.worst.differences > 1e-3
     assert "WRONG" in str(report)
+
+
+@dataclass(frozen=True)
+class Backwards(SGD):
+    """A user's update rule whose derivative in the direction has the wrong sign."""
+
+    def pullback(self, hyper, params, opt, direction, cotangent):
+        d_hyper, d_direction = super().pullback(hyper, params, opt, direction, cotangent)
+        return d_hyper, tree.scale(d_direction, -1.0)
+
+
+def test_a_wrong_derivative_in_the_direction_is_found():
+    report = verify.check(optimizer=Backwards(), hyper=SGD().hyper(lr=0.05))
+    assert [row.part for row in report.rows if not row.ok] == ["precond.w"]
+
+
+def test_the_time_of_a_rescaled_family_is_not_checked_because_it_is_not_learned():
+    report = verify.check(preconditioner=Rescaled(Normalized(Rescaled(Dense(), limit=0.5)), limit=0.7))
+    assert report.ok
+    assert [row.part for row in report.rows if "time" in row.part] == []
+
+
+def test_parts_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match=r"starts with one of \('precond.v',\)"):
+        verify.check(parts=("precond.v",))
 
 
 def test_a_wrong_update_rule_is_found_and_its_part_is_named():

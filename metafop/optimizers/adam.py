@@ -149,8 +149,10 @@ class Adam:
     def _parts(self, hyper: AdamHyper, k: str, opt: AdamState, d: Tensor) -> _Parts:
         beta1, beta2, t = at(hyper.beta1, k), at(hyper.beta2, k), opt.time + 1
         c1, c2 = 1 - beta1**t, 1 - beta2**t
-        mean = torch.addcmul(opt.mean[k], 1 - beta1, d - opt.mean[k])
-        square = beta2 * opt.square[k] + (1 - beta2) * d * d
+        wide = torch.promote_types(d.dtype, torch.float32)  # in half precision eps would round to zero
+        d, old_mean, old_square = d.to(wide), opt.mean[k].to(wide), opt.square[k].to(wide)
+        mean = torch.addcmul(old_mean, 1 - beta1, d - old_mean)
+        square = beta2 * old_square + (1 - beta2) * d * d
         root = _root(square / c2)
         return _Parts(mean, square, mean / c1, root, root + at(hyper.eps, k), c1, c2)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -102,6 +103,11 @@ def tensors(owner: object, domains: Mapping[str, Domain], values: Mapping[str, V
     """Return the values as float64 scalars, or dicts of them by name, each checked against its domain."""
 
     def tensor(name: str, value: float | Tensor) -> Tensor:
+        if not isinstance(value, int | float | Tensor):
+            raise TypeError(
+                f"{owner}.hyper takes a number for {name}, got {value!r}. "
+                "Pass a float, a scalar tensor, or a dict of these by parameter name."
+            )
         made = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         domain = domains[name.split("[")[0]]
         if made.dim() != 0:
@@ -133,15 +139,16 @@ def fitted(optimizer: Optimizer, hyper: Any, moves: dict[str, Tensor]) -> Any:
             f"{optimizer} takes the hyperparameters {list(optimizer.domains)}, "
             f"got {type(hyper).__name__} with {list(fields)}. Make them with {optimizer}.hyper(...)."
         )
+    hyper = type(hyper)(*tensors(optimizer, optimizer.domains, hyper._asdict()))
     for field, value in zip(fields, hyper, strict=True):
         if isinstance(value, dict) and value.keys() != moves.keys():
             raise ValueError(
                 f"{optimizer} got a {field} for {sorted(value)}, but moves {sorted(moves)}. "
                 "Give one value for each of these, or one scalar for all."
             )
-    first = next(iter(moves.values()))
-    dtype = torch.promote_types(first.dtype, torch.float32)
-    return tree.map(lambda x: x.to(device=first.device, dtype=dtype), hyper)
+    device = next(iter(moves.values())).device
+    dtype = reduce(torch.promote_types, [x.dtype for x in moves.values()], torch.float32)
+    return tree.map(lambda x: x.to(device=device, dtype=dtype), hyper)
 
 
 def alike(new: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from metafop.preconditioners.elementwise import Diagonal, Identity, Scalar
 from metafop.preconditioners.kronecker import Kronecker, KroneckerFactors
 from metafop.preconditioners.layers import assign, by_shape
 from metafop.preconditioners.low_rank import LowRank
-from metafop.preconditioners.scaled import Aging, Bounded, Normalized, Rescaled
+from metafop.preconditioners.scaled import Aging, Bounded, Normalized, Rescaled, aged, clocks
 
 __all__ = [
     "Aging",
@@ -20,6 +20,8 @@ __all__ = [
     "Rescaled",
     "Scalar",
     "Spatial",
+    "aged",
     "assign",
     "by_shape",
+    "clocks",
 ]

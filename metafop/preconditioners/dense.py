@@ -35,8 +35,7 @@ class Dense:
         return m.shape[-2]
 
     def norm(self, m: Tensor) -> Tensor:
-        """Return `‖M Mᵀ‖_F = ‖Mᵀ M‖_F`."""
-        return torch.linalg.matrix_norm(m.mT @ m)
+        return gram.norm(m)
 
     def eigenvalues(self, m: Tensor) -> Tensor:
         return torch.linalg.svdvals(m).square()

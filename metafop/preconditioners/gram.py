@@ -1,5 +1,6 @@
 """Products with P = M Mᵀ that never form P. Gradients are rows: (…, rows, n), and M is (…, n, k)."""
 
+import torch
 from torch import Tensor
 
 
@@ -20,3 +21,10 @@ def pullback(m: Tensor, g: Tensor, c: Tensor) -> Tensor:
         cross = c.mT @ g
         return (cross + cross.mT) @ m
     return c.mT @ (g @ m) + g.mT @ (c @ m)
+
+
+def norm(m: Tensor) -> Tensor:
+    """Return `‖M Mᵀ‖_F = ‖Mᵀ M‖_F`. The largest number is divided out first: fourth powers underflow."""
+    largest = m.detach().abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(m.dtype).tiny)
+    small = m / largest
+    return torch.linalg.matrix_norm(small.mT @ small) * largest[..., 0, 0] ** 2

@@ -19,6 +19,9 @@ class _Scaled(ABC):
 
     family: Inspectable
 
+    def __post_init__(self) -> None:
+        _check_family(self)
+
     def init(self, param: Tensor, generator: Generator | None = None) -> Tree:
         return self.family.init(param, generator)
 
@@ -74,6 +77,7 @@ class Bounded(_Scaled):
     limit: float = 2.0
 
     def __post_init__(self) -> None:
+        _check_family(self)
         if not self.limit > 0:
             raise ValueError(
                 f"Bounded needs a limit above zero, got limit={self.limit}. "
@@ -92,6 +96,16 @@ class Aging(NamedTuple):
     time: Tensor
 
 
+def aged(m: Tree) -> Tree:
+    """Return the tensors of a family with every time in them moved on by one."""
+    return Aging(aged(m.inner), m.time + 1) if isinstance(m, Aging) else m
+
+
+def clocks(m: Tree, name: str) -> set[str]:
+    """Return the names of the times among the tensors of a family, which pass and are not learned."""
+    return {f"{name}.time"} | clocks(m.inner, f"{name}.inner") if isinstance(m, Aging) else set()
+
+
 def inverse_square(time: Tensor) -> Tensor:
     """Return `1 / t²`, the paper's example of a δ(t)."""
     return time**-2
@@ -102,8 +116,8 @@ class Rescaled:
     """γ(t) P / ‖P‖_F with γ(t) = δ(t) ‖P‖_F + (1 - δ(t)) p∞: P is free at first and ends at the norm p∞.
 
     The modification for which the paper argues convergence (section 6; Baydin et al., 2018), given a `limit`
-    p∞ < 1/L; the Frobenius norm, which is smooth, bounds the paper's spectral one. The time starts at 1 and
-    moves on by `safeguards.age`, given to `Online(bounds=…)`.
+    p∞ < 1/L; the Frobenius norm, which is smooth, bounds the paper's spectral one. The time starts at 1,
+    and `Online` moves it on by one with each step that it learns from.
 
     >>> family = Rescaled(Scalar(), limit=0.5)
     >>> family.apply(Aging(torch.tensor(7.0), torch.tensor(1.0)), torch.ones(1))
@@ -117,6 +131,7 @@ class Rescaled:
     delta: Callable[[Tensor], Tensor] = field(default=inverse_square, repr=False)
 
     def __post_init__(self) -> None:
+        _check_family(self)
         if not self.limit > 0:
             raise ValueError(
                 f"Rescaled needs a limit above zero, got limit={self.limit}. "
@@ -164,6 +179,14 @@ def _pullback(
     value = scale(m)
     along = tree.dot(cotangent, family.apply(m, grad)).to(value.dtype)
     return tree.add(tree.scale(family.pullback(m, grad, cotangent), value), tree.pull(scale, m, along))
+
+
+def _check_family(wrapper: Normalized | Bounded | Rescaled | _Scaled) -> None:
+    if isinstance(wrapper.family, type) or not isinstance(wrapper.family, Inspectable):
+        raise TypeError(
+            f"{type(wrapper).__name__} wraps a family that has dimension, norm, eigenvalues and matrix, "
+            f"got {wrapper.family!r}. Pass one such as Dense(), or give yours these methods."
+        )
 
 
 def _nonzero(norm: Tensor) -> Tensor:
