@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from metafop import tree
+from metafop import checks, tree
 from metafop.hypergradients import closed_form
 from metafop.optimizers import Free, fitted
 from metafop.preconditioners import aged, clocks
@@ -89,11 +89,7 @@ class Online:
         ):
             if value not in options:
                 raise ValueError(f"Online takes {name} as one of {options}, got {value!r}. Pass one of them.")
-        if isinstance(self.meta_optimizer, type):
-            raise TypeError(
-                f"Online takes an optimizer, got the class {self.meta_optimizer.__name__}. "
-                f"Pass {self.meta_optimizer.__name__}()."
-            )
+        checks.instance("Online", "an optimizer", self.meta_optimizer)
         for name, value in (("guards", self.guards), ("bounds", self.bounds)):
             if not isinstance(value, tuple):
                 raise TypeError(f"Online takes a tuple of {name}, got {value!r}. Pass {name}=(...,).")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 from torch.func import grad_and_value
 
-from metafop import tree
+from metafop import checks, tree
 from metafop.optimizers import fitted
 from metafop.preconditioners import Identity
 from metafop.types import (
@@ -52,24 +51,9 @@ class Training:
     preconditioners: Mapping[str, Preconditioner] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.optimizer, type):
-            name = self.optimizer.__name__
-            raise TypeError(f"Training takes an optimizer, got the class {name}. Pass {name}().")
-        if not isinstance(self.preconditioners, Mapping):
-            raise TypeError(
-                f"Training takes preconditioners by parameter name, got {self.preconditioners!r}. "
-                "Pass a dict, such as assign(params) makes."
-            )
-        for name, family in self.preconditioners.items():
-            if isinstance(family, type):
-                raise TypeError(
-                    f"The preconditioner of {name!r} is a class, {family.__name__}. Pass {family.__name__}()."
-                )
-        if not _takes_three(self.loss):
-            raise TypeError(
-                f"A loss takes (params, buffers, batch), got {self.loss!r}, which does not. "
-                "Lift a loss(params, batch) with functional.plain."
-            )
+        checks.loss(self.loss)
+        checks.instance("Training", "an optimizer", self.optimizer)
+        checks.preconditioners(self.preconditioners)
 
     @property
     def domains(self) -> Mapping[str, Domain]:
@@ -77,55 +61,28 @@ class Training:
 
     def meta(self, params: Params, hyper: Any, generator: Generator | None = None) -> Meta:
         """Return where learning starts: `hyper`, as precise as the parameters, and each family's tensors."""
-        _check_params(params)
-        self._check_families(params)
-        if generator is not None and not isinstance(generator, Generator):
-            raise TypeError(
-                f"Training.meta takes a torch.Generator, got {generator!r}. "
-                "Pass torch.Generator().manual_seed(seed)."
-            )
-        meta = Meta(
-            fitted(self.optimizer, hyper, params),
-            {k: self._family(k).init(p, generator) for k, p in params.items()},
-        )
-        if len(tree.named(meta)) < len(tree.leaves(meta)):
-            raise ValueError(
-                f"The parameters {sorted(params)} and the tensors of their preconditioners share names. "
-                "Rename a parameter."
-            )
+        checks.params(params)
+        checks.start(self.preconditioners, params, generator)
+        precond = {k: self._family(k).init(p, generator) for k, p in params.items()}
+        meta = Meta(fitted(self.optimizer, hyper, params), precond)
+        checks.distinct(meta)
         return meta
 
     def init(self, params: Params, buffers: Buffers | None = None) -> Carry:
-        _check_params(params)
+        checks.params(params)
         return Carry(params, self.optimizer.init(params), buffers or {})
 
     def evaluate(self, carry: Carry, batch: Batch) -> Seen:
         def objective(params: Params) -> tuple[Tensor, Buffers]:
             result = self.loss(params, carry.buffers, batch)
-            if not isinstance(result, tuple) or len(result) != 2:
-                raise TypeError(
-                    f"A loss returns (value, buffers), got {type(result).__name__}. "
-                    "Lift a loss(params, batch) with functional.plain."
-                )
-            value, buffers = result
-            if not isinstance(value, Tensor) or not value.is_floating_point():
-                kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-                raise TypeError(f"A loss returns a floating-point tensor as value, got {kind}. Return one.")
-            if value.dim() != 0:
-                raise ValueError(
-                    f"A loss returns a scalar value, got shape {tuple(value.shape)}. Take its mean()."
-                )
-            if not isinstance(buffers, dict):
-                raise TypeError(
-                    f"A loss returns buffers in a dict, got {type(buffers).__name__}. Return {{}} for none."
-                )
-            return value, buffers
+            checks.returned(result)
+            return result
 
         grads, (value, buffers) = grad_and_value(objective, has_aux=True)(carry.params)
         return Seen(value, grads, tree.map(torch.detach, buffers))
 
     def advance(self, meta: Meta, carry: Carry, seen: Seen) -> tuple[Carry, Info]:
-        _check_tree(meta, carry)
+        checks.same_tree(meta, carry)
         direction = self.precondition(meta.precond, seen.grads)
         params, opt = self.optimizer.update(meta.hyper, carry.params, carry.opt, direction)
         return Carry(params, opt, seen.buffers), {"value": seen.value}
@@ -164,7 +121,7 @@ class Training:
 
     def check(self, meta: Meta, carry: Carry) -> None:
         """Refuse a meta that was made for other parameters."""
-        _check_tree(meta, carry)
+        checks.same_tree(meta, carry)
         if tree.is_transforming():  # where vmap forbids the random numbers that a family may start from
             return
         for name, param in carry.params.items():
@@ -177,56 +134,8 @@ class Training:
                     f"but needs {expected}. Make meta with training.meta(params, ...)."
                 )
 
-    def _check_families(self, params: Params) -> None:
-        for name, family in self.preconditioners.items():
-            if name not in params:
-                raise ValueError(
-                    f"There is no parameter {name!r} for {family}: there are {sorted(params)}. "
-                    "Correct the name or drop it."
-                )
-
     def _family(self, name: str) -> Preconditioner:
         return self.preconditioners.get(name, _IDENTITY)
 
 
 _IDENTITY = Identity()
-
-
-def _takes_three(loss: Loss) -> bool:
-    try:
-        inspect.signature(loss).bind(None, None, None)
-    except TypeError:
-        return False
-    except ValueError:  # no signature to look at
-        return True
-    return True
-
-
-def _check_params(params: Params) -> None:
-    if not isinstance(params, dict):
-        raise TypeError(
-            f"The parameters are a dict of tensors by name, got {type(params).__name__}. "
-            "For a module, take those that functional.from_module returns."
-        )
-    if not params:
-        raise ValueError("The parameters are an empty tree. Pass a dict of at least one tensor by name.")
-    for name, param in params.items():
-        if not isinstance(param, Tensor) or not param.is_floating_point():
-            kind = param.dtype if isinstance(param, Tensor) else type(param).__name__
-            raise TypeError(
-                f"The parameter {name!r} is {kind}, and only real floating-point tensors can be trained. "
-                "Convert it, keep it as a buffer, or view a complex one as real (torch.view_as_real)."
-            )
-        if isinstance(param, nn.Parameter):
-            raise TypeError(
-                f"The parameter {name!r} is an nn.Parameter, which would record the history of every step. "
-                "Pass its detach(), or what functional.from_module returns."
-            )
-
-
-def _check_tree(meta: Meta, carry: Carry) -> None:
-    if meta.precond.keys() != carry.params.keys():
-        raise ValueError(
-            f"The parameters are {sorted(carry.params)}, but meta was made for {sorted(meta.precond)}. "
-            "The tree of parameters must not change: make a new meta with training.meta(params, ...)."
-        )

@@ -13,7 +13,7 @@ ROOT = Path(metafop.__file__).parent
 STOREYS = [
     {"types"},
     {"tree"},
-    {"functional", "optimizers", "preconditioners"},
+    {"functional", "optimizers", "preconditioners", "checks"},
     {"training"},
     {"hypergradients", "safeguards", "diagnostics"},
     {"online"},

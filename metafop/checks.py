@@ -1,0 +1,112 @@
+"""What a training refuses at its door: one sentence each, with the object, the value and the remedy."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Generator, Tensor, nn
+
+from metafop import tree
+from metafop.types import Carry, Loss, Meta, Params
+
+
+def instance(owner: str, what: str, value: object) -> None:
+    """Refuse a class where one of its objects is meant."""
+    if isinstance(value, type):
+        name = value.__name__
+        raise TypeError(f"{owner} takes {what}, got the class {name}. Pass {name}().")
+
+
+def loss(loss: Loss) -> None:
+    try:
+        inspect.signature(loss).bind(None, None, None)
+    except TypeError:
+        raise TypeError(
+            f"A loss takes (params, buffers, batch), got {loss!r}, which does not. "
+            "Lift a loss(params, batch) with functional.plain."
+        ) from None
+    except ValueError:  # it has no signature to look at
+        return
+
+
+def preconditioners(preconditioners: Mapping[str, Any]) -> None:
+    if not isinstance(preconditioners, Mapping):
+        raise TypeError(
+            f"Training takes preconditioners by parameter name, got {preconditioners!r}. "
+            "Pass a dict, such as assign(params) makes."
+        )
+    for name, family in preconditioners.items():
+        instance("Training", f"a preconditioner for {name!r}", family)
+
+
+def params(params: Params) -> None:
+    if not isinstance(params, dict):
+        raise TypeError(
+            f"The parameters are a dict of tensors by name, got {type(params).__name__}. "
+            "For a module, take those that functional.from_module returns."
+        )
+    if not params:
+        raise ValueError("The parameters are an empty tree. Pass a dict of at least one tensor by name.")
+    for name, param in params.items():
+        if not isinstance(param, Tensor) or not param.is_floating_point():
+            kind = param.dtype if isinstance(param, Tensor) else type(param).__name__
+            raise TypeError(
+                f"The parameter {name!r} is {kind}, and only real floating-point tensors can be trained. "
+                "Convert it, keep it as a buffer, or view a complex one as real (torch.view_as_real)."
+            )
+        if isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"The parameter {name!r} is an nn.Parameter, which would record the history of every step. "
+                "Pass its detach(), or what functional.from_module returns."
+            )
+
+
+def start(preconditioners: Mapping[str, Any], params: Params, generator: Generator | None) -> None:
+    """Refuse preconditioners for parameters that are not there, and what is no generator."""
+    for name, family in preconditioners.items():
+        if name not in params:
+            raise ValueError(
+                f"There is no parameter {name!r} for {family}: there are {sorted(params)}. "
+                "Correct the name or drop it."
+            )
+    if generator is not None and not isinstance(generator, Generator):
+        raise TypeError(
+            f"Training.meta takes a torch.Generator, got {generator!r}. "
+            "Pass torch.Generator().manual_seed(seed)."
+        )
+
+
+def distinct(meta: Meta) -> None:
+    """Refuse names such as "a" and "a.inputs", if the preconditioner of the first has a tensor `inputs`."""
+    if len(tree.named(meta)) < len(tree.leaves(meta)):
+        raise ValueError(
+            f"The parameters {sorted(meta.precond)} and the tensors of their preconditioners share names. "
+            "Rename a parameter."
+        )
+
+
+def returned(result: Any) -> None:
+    """Refuse what a loss must not return."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            f"A loss returns (value, buffers), got {type(result).__name__}. "
+            "Lift a loss(params, batch) with functional.plain."
+        )
+    value, buffers = result
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"A loss returns a floating-point tensor as value, got {kind}. Return one.")
+    if value.dim() != 0:
+        raise ValueError(f"A loss returns a scalar value, got shape {tuple(value.shape)}. Take its mean().")
+    if not isinstance(buffers, dict):
+        raise TypeError(
+            f"A loss returns buffers in a dict, got {type(buffers).__name__}. Return {{}} for none."
+        )
+
+
+def same_tree(meta: Meta, carry: Carry) -> None:
+    if meta.precond.keys() != carry.params.keys():
+        raise ValueError(
+            f"The parameters are {sorted(carry.params)}, but meta was made for {sorted(meta.precond)}. "
+            "The tree of parameters must not change: make a new meta with training.meta(params, ...)."
+        )
