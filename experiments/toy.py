@@ -173,8 +173,7 @@ def sweep(method: Method, surface: Surface, lr: float, points: Tensor, config: C
     for taken in range(config.sweep_steps + 1):
         state, info = step(steer, state)
         reached = info["value"] < config.tolerance
-        # A gradient that is not finite counts as zero: without momentum nothing ever moves again, but for
-        # a null step.
+        # A gradient that is not finite counts as zero: but for a null step, nothing ever moves again.
         lost = ~info.get("finite", info["value"].isfinite()) & ~info.get("rose", torch.tensor(False))
         on = ~(reached | lost)
         if not on.all():

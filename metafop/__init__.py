@@ -1,6 +1,6 @@
 """metafop learns how to train while it trains: a functional meta-optimizer library on torch.func."""
 
-from metafop import diagnostics, functional, hypergradients, safeguards, tree
+from metafop import diagnostics, functional, hypergradients, safeguards, tree, verify
 from metafop.online import Online, OnlineCarry
 from metafop.optimizers import SGD, Adam, AdamHyper, Momentum, MomentumHyper, SGDHyper
 from metafop.preconditioners import (
@@ -54,4 +54,5 @@ __all__ = [
     "hypergradients",
     "safeguards",
     "tree",
+    "verify",
 ]

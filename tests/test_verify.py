@@ -8,6 +8,7 @@ import torch
 
 from metafop import SGD, Adam, Dense, LowRank, Momentum, Normalized, Rescaled, tree, verify
 from metafop.preconditioners import Identity
+from metafop.verify.__main__ import main
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def test_other_seeds_shapes_and_values_pass_too(optimizer, hyper, shape, seed):
 
 
 def test_the_command_prints_the_table_writes_json_and_exits_with_zero(tmp_path, capsys):
-    assert verify.main(["--json", str(tmp_path / "table.json")]) == 0
+    assert main(["--json", str(tmp_path / "table.json")]) == 0
     table = json.loads((tmp_path / "table.json").read_text())
     printed = capsys.readouterr().out
     assert table["ok"]
@@ -125,6 +126,6 @@ def test_a_wrong_pullback_makes_the_command_exit_with_one(monkeypatch, capsys, t
     monkeypatch.setattr(
         Dense, "pullback", lambda self, m, grad, cotangent: 1.0001 * right(self, m, grad, cotangent)
     )
-    assert verify.main(["--json", str(tmp_path / "table.json")]) == 1
+    assert main(["--json", str(tmp_path / "table.json")]) == 1
     assert "The worst is precond.w" in capsys.readouterr().out
     assert not json.loads((tmp_path / "table.json").read_text())["ok"]

@@ -1,23 +1,7 @@
-"""Is a hand-written pullback right? Closed form against autograd against finite differences, in float64.
-
-For one's own preconditioner or update rule, one call:
-
-    report = verify.check(preconditioner=MyFamily())
-    print(report)             # every part of meta, its errors, and where the worst one sits
-    assert report.ok
-
-`python -m metafop.verify` checks every combination that the library has, and exits with 1 if one is wrong.
-"""
+"""Closed form against autograd against finite differences, for one optimizer and one preconditioner."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,89 +10,14 @@ from torch import Generator, Tensor
 from metafop import tree
 from metafop.functional import plain
 from metafop.hypergradients import by_autograd, closed_form
-from metafop.optimizers import SGD, Adam, Momentum
-from metafop.preconditioners import (
-    Bounded,
-    Dense,
-    Diagonal,
-    Identity,
-    Kronecker,
-    LowRank,
-    Normalized,
-    Rescaled,
-    Scalar,
-    Spatial,
-    clocks,
-)
+from metafop.optimizers import SGD
+from metafop.preconditioners import Dense, clocks
 from metafop.training import Training
 from metafop.types import Last, Meta, Optimizer, Params, Preconditioner
+from metafop.verify.report import AUTOGRAD_TOLERANCE, Report, Row
 
-AUTOGRAD_TOLERANCE = 1e-10
-DIFFERENCES_TOLERANCE = 1e-6
 _DESCENT, _DENSE = SGD(), Dense()
 _DESCENT_HYPER = _DESCENT.hyper(lr=0.05)
-
-
-@dataclass(frozen=True)
-class Row:
-    """How far one part's closed form is from autograd and from finite differences, and where it is worst.
-
-    Errors are relative to the size of the terms that are added up, Σᵢ |cᵢ| |∂θ'ᵢ/∂x|, so that terms which
-    cancel do not count as disagreement. (A thousandth of Σᵢ |cᵢ| |θ'ᵢ - θᵢ| is added, for what has no
-    derivative at all.)
-    """
-
-    optimizer: str
-    preconditioner: str
-    shape: str
-    part: str
-    autograd: float
-    differences: float
-    worst_at: str
-
-    @property
-    def ok(self) -> bool:
-        return self.autograd <= AUTOGRAD_TOLERANCE and self.differences <= DIFFERENCES_TOLERANCE
-
-
-@dataclass(frozen=True)
-class Report:
-    """The rows of a check; printed, a table."""
-
-    rows: tuple[Row, ...]
-
-    @property
-    def ok(self) -> bool:
-        return all(row.ok for row in self.rows)
-
-    @property
-    def worst(self) -> Row:
-        """The row that is furthest beyond, or nearest to, its tolerance."""
-        return max(
-            self.rows,
-            key=lambda row: max(row.autograd / AUTOGRAD_TOLERANCE, row.differences / DIFFERENCES_TOLERANCE),
-        )
-
-    def __str__(self) -> str:
-        header = ("optimizer", "preconditioner", "shape", "part", "autograd", "differences", "worst at", "")
-        lines = [header] + [
-            (
-                row.optimizer,
-                row.preconditioner,
-                row.shape,
-                row.part,
-                f"{row.autograd:.1e}",
-                f"{row.differences:.1e}",
-                row.worst_at,
-                "ok" if row.ok else "WRONG",
-            )
-            for row in self.rows
-        ]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
 
 
 def check(
@@ -174,64 +83,6 @@ def check(
     return Report(tuple(rows))
 
 
-def built_in() -> Iterator[Report]:
-    """Check every optimizer with every preconditioner, in every shape that they fit, one report a pair."""
-    rates = {"lr": 0.05, "weight_decay": 0.1}
-    optimizers: list[tuple[Optimizer, Any]] = [
-        (SGD(), SGD().hyper(**rates)),
-        (Momentum(), Momentum().hyper(**rates)),
-        (Momentum(nesterov=True), Momentum().hyper(**rates)),
-        (Adam(), Adam().hyper(**rates)),
-    ]
-    everything, matrices, kernels = [(5,), (3, 5), (5, 3), (3, 2, 2, 2)], [(3, 5), (5, 3)], [(3, 2, 2, 2)]
-    families: list[tuple[Preconditioner, list[tuple[int, ...]]]] = [
-        (Identity(), everything),
-        (Scalar(), everything),
-        (Diagonal(), everything),
-        (Dense(), everything),
-        (LowRank(2), everything),
-        (Spatial(), kernels),
-        (Kronecker(), [*matrices, *kernels]),
-        (Normalized(Scalar()), matrices),
-        (Normalized(Diagonal()), matrices),
-        (Normalized(Dense()), matrices),
-        (Normalized(LowRank(2)), matrices),
-        (Normalized(Spatial()), kernels),
-        (Normalized(Kronecker()), matrices),
-        (Bounded(Dense(), limit=0.5), matrices),
-        (Rescaled(LowRank(2), limit=0.5), matrices),
-    ]
-    for optimizer, hyper in optimizers:
-        for family, shapes in families:
-            reports = [check(optimizer, hyper, family, shape) for shape in shapes]
-            yield Report(tuple(_worst_by_part(row for report in reports for row in report.rows)))
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Print the table of `built_in`; return 0 if every closed form is right, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m metafop.verify", description="Check every closed form.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE as well")
-    options = parser.parse_args(arguments)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(f"--json {options.json}: there is no folder {options.json.parent}. Make it first.")
-    start = time.perf_counter()
-    report = Report(tuple(row for part in built_in() for row in part.rows))
-    seconds = time.perf_counter() - start
-    print(report)
-    autograd = max(row.autograd for row in report.rows)
-    differences = max(row.differences for row in report.rows)
-    print(f"\n{sum(row.ok for row in report.rows)} of {len(report.rows)} right, in {seconds:.0f} s.")
-    print(f"Worst error: {autograd:.1e} from autograd, where {AUTOGRAD_TOLERANCE:.0e} is allowed,")
-    print(f"and {differences:.1e} from finite differences, where {DIFFERENCES_TOLERANCE:.0e} is allowed.")
-    if not report.ok:
-        worst = report.worst
-        print(f"The worst is {worst.worst_at} of {worst.optimizer} with {worst.preconditioner}.")
-    if options.json:
-        rows = [asdict(row) | {"ok": row.ok} for row in report.rows]
-        options.json.write_text(json.dumps({"ok": report.ok, "seconds": seconds, "rows": rows}, indent=2))
-    return 0 if report.ok else 1
-
-
 def _third_step(
     optimizer: Optimizer, hyper: Any, family: Preconditioner, shape: tuple[int, ...], seed: int
 ) -> tuple[Training, Meta, Last, Params]:
@@ -294,14 +145,3 @@ def _relative(x: Tensor, y: Tensor, size: Tensor) -> Tensor:
     error = (x - y).abs()
     relative = torch.where(error == 0, 0.0, error / size.max())
     return relative.nan_to_num(nan=torch.finfo(relative.dtype).max)
-
-
-def _worst_by_part(rows: Iterable[Row]) -> list[Row]:
-    worst: dict[str, Row] = {}
-    for row in rows:
-        worst[row.part] = Report((worst.get(row.part, row), row)).worst
-    return list(worst.values())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

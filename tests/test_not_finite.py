@@ -1,0 +1,110 @@
+"""What is not finite: the step coasts, meta stays, info says so, training goes on."""
+
+import pytest
+import torch
+from problems import OPTIMIZERS, assert_near, assert_same_bits, convnet, every, mlp
+from test_online import descent, himmelblau, states
+
+from metafop import SGD, Adam, LowRank, Momentum, Online, Scalar, Training, functional, tree
+
+
+def test_a_gradient_that_is_not_finite_coasts_leaves_meta_and_buffers_and_says_so(generator):
+    problem = convnet(generator)
+    training = problem.training(Momentum(), LowRank(2))
+    meta = training.meta(problem.params, Momentum().hyper(lr=0.05), generator)
+    online = Online(training, Adam(), ("precond", "hyper.lr"))
+    steer = online.meta(meta, Adam().hyper(lr=0.01))
+    state = states(
+        online, Adam().hyper(lr=0.01), meta, training.init(problem.params, problem.buffers), problem.batches
+    )[-1]
+    inputs, labels = problem.batches[0]
+    broken, info = online.step(steer, state, (inputs * torch.nan, labels))
+    assert not info["finite"]
+    assert not info["moved"]
+    assert info["value"].isnan()
+    assert_same_bits(
+        (broken.meta, broken.meta_opt, broken.buffers), (state.meta, state.meta_opt, state.buffers)
+    )
+    velocity = tree.scale(state.carry.opt, 0.9)
+    assert_near(broken.carry.opt, velocity, 1e-14)
+    healed, info = online.step(steer, broken, problem.batches[0])
+    assert info["finite"]
+    assert not info["moved"]  # there is nothing to learn from a step that coasted
+    assert_same_bits(healed.meta_opt, state.meta_opt)
+    healthy, info = online.step(steer, healed, problem.batches[1])
+    assert info["moved"]
+    assert tree.all_finite(healthy)
+
+
+def test_buffers_that_are_not_finite_count_as_such():
+    def loss(params, buffers, batch):
+        return params["w"].square().sum(), {"mean": 0.9 * buffers["mean"] + batch}
+
+    training, params = Training(loss, SGD(), {"w": Scalar()}), {"w": torch.ones(3)}
+    meta = training.meta(params, SGD().hyper(lr=0.1))
+    online = Online(training, SGD())
+    steer = online.meta(meta, SGD().hyper(lr=0.1))
+    state = online.init(meta, training.init(params, {"mean": torch.zeros(())}))
+    for batch, finite in ((1.0, True), (torch.nan, False), (1.0, True)):
+        state, info = online.step(steer, state, batch)
+        assert info["finite"] == finite
+    torch.testing.assert_close(state.buffers["mean"].item(), 1.9)
+
+
+def test_in_a_tower_no_storey_learns_from_a_gradient_that_is_not_finite(generator):
+    problem = mlp(generator)
+    training = problem.training(SGD(), Scalar())
+    lower = Online(training, Adam())
+    upper = Online(lower, Adam(), ("hyper.lr",))
+    meta = training.meta(problem.params, SGD().hyper(lr=0.1))
+    steer = lower.meta(meta, Adam().hyper(lr=0.01))
+    above = upper.meta(steer, Adam().hyper(lr=0.01))
+    state = states(
+        upper, Adam().hyper(lr=0.01), steer, lower.init(meta, training.init(problem.params)), problem.batches
+    )[-1]
+    inputs, labels = problem.batches[0]
+    broken, info = upper.step(above, state, (inputs * torch.inf, labels))
+    assert not info["finite"]
+    assert not info["below.finite"]
+    assert_same_bits((broken.meta, broken.carry.meta), (state.meta, state.carry.meta))
+
+
+def test_a_hypergradient_that_is_not_finite_leaves_meta_while_training_goes_on():
+    def overflowing(training, meta, last, cotangent):
+        return tree.scale(training.pullback(meta, last, cotangent), torch.inf)
+
+    training, meta, carry = descent()
+    online = Online(training, Adam(), guards=(), hypergradient=overflowing)
+    before = states(online, Adam().hyper(lr=0.1), meta, carry, [None] * 2)[-1]
+    state, info = online.step(online.meta(meta, Adam().hyper(lr=0.1)), before, None)
+    assert info["finite"]
+    assert not info["moved"]
+    assert_same_bits(state.meta, meta)
+    assert himmelblau(state.params, None) < himmelblau(before.params, None)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float64, torch.float32)], ids=str
+)
+@every("setting", OPTIMIZERS)
+def test_half_and_mixed_precision_learn_and_keep_their_precision(setting, dtypes):
+    loss = functional.plain(
+        lambda params, batch: (params["a"].double() @ batch * params["b"]).square().mean()
+    )
+    params = {"a": torch.ones(4, 3, dtype=dtypes[0]), "b": torch.ones((), dtype=dtypes[1])}
+    training = Training(loss, setting.optimizer, {"a": LowRank(2), "b": Scalar()})
+    meta = training.meta(params, setting.hyper(), torch.Generator().manual_seed(0))
+    online = Online(training, Adam(), ("precond", "hyper.lr"))
+    last = states(online, Adam().hyper(lr=0.01), meta, training.init(params), [torch.ones(3)] * 5)[-1]
+    assert [last.params[k].dtype for k in ("a", "b")] == list(dtypes)
+    assert tree.all_finite(last)
+    assert last.meta.hyper.lr != meta.hyper.lr
+
+
+def test_a_meta_step_that_overflows_is_not_taken(generator):
+    problem = mlp(generator)
+    training = problem.training(SGD())
+    meta = training.meta(problem.params, SGD().hyper(lr=0.1))
+    online = Online(training, SGD(), ("hyper.lr",), guards=())
+    for state in states(online, SGD().hyper(lr=1e300), meta, training.init(problem.params), problem.batches):
+        assert tree.all_finite((state.params, state.meta))
