@@ -79,7 +79,8 @@ def bound_norm(limit: float) -> Bound:
 
 
 def _inner_map(function: Callable[[Tensor], Tensor], m: Tree) -> Tree:
-    return Aging(tree.map(function, m.inner), m.time) if isinstance(m, Aging) else tree.map(function, m)
+    """Return the tensors of a family with `function` applied to all but its times."""
+    return Aging(_inner_map(function, m.inner), m.time) if isinstance(m, Aging) else tree.map(function, m)
 
 
 def _over(x: Tensor, size: Tensor) -> Tensor:

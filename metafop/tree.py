@@ -53,8 +53,8 @@ def norm(x: Tree) -> Tensor:
 def all_finite(x: Tree) -> Tensor:
     """Return whether every number in the tree is finite, as a boolean scalar.
 
-    A sum is finite only if its terms are, and takes a third of the time of looking at each; a sum of finite
-    terms that overflows counts as not finite, in no less than float32.
+    A sum is finite only if its terms are, and on large tensors takes far less time than looking at each; a
+    sum of finite terms that overflows counts as not finite, in no less than float32.
     """
     sums = [leaf.sum(dtype=torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves(x)]
     return torch.stack([s.isfinite() for s in sums]).all()
