@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, peek_interpreter_stack
+from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor, peek_interpreter_stack
 from torch.func import vjp
 from torch.utils import _pytree as pytree
 
@@ -85,6 +85,38 @@ def replace(x: Tree, new: dict[str, Tensor]) -> Tree:
     if not new.keys() <= old.keys():
         raise KeyError(f"there are no leaves {sorted(new.keys() - old.keys())}: there are {sorted(old)}.")
     return pytree.tree_unflatten([new.get(name, leaf) for name, leaf in old.items()], structure)
+
+
+def partition(x: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
+    """Return the floating-point leaves, and a function that puts others into their places."""
+    everything, structure = pytree.tree_flatten(x)
+    differentiable = [leaf.is_floating_point() for leaf in everything]
+
+    def rebuild(floats: list[Tensor]) -> Tree:
+        new = iter(floats)
+        merged = [next(new) if d else leaf for d, leaf in zip(differentiable, everything, strict=True)]
+        return pytree.tree_unflatten(merged, structure)
+
+    return [leaf for d, leaf in zip(differentiable, everything, strict=True) if d], rebuild
+
+
+def swap(x: Tree, old: Sequence[Tensor], new: Sequence[Tensor]) -> Tree:
+    """Return `x` with each leaf that is one of the tensors `old` replaced by its counterpart in `new`."""
+
+    def counterpart(leaf: Tensor) -> Tensor:
+        return next((b for a, b in zip(old, new, strict=True) if a is leaf), leaf)
+
+    return map(counterpart, x)
+
+
+def size(x: Tree) -> int:
+    """Return the bytes that the leaves take; a tensor in two places counts once."""
+    return sum(leaf.nbytes for leaf in {id(leaf): leaf for leaf in leaves(x)}.values())
+
+
+def is_tracked(x: Tensor) -> bool:
+    """Return whether, inside `grad` or `vjp`, the tensor depends on what is differentiated in."""
+    return is_gradtrackingtensor(x)
 
 
 def is_concrete(x: Tensor) -> bool:

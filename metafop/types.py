@@ -1,6 +1,6 @@
 """The words of the library as types: what a step sees, what it hands on, and who takes part in it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Generator, Tensor
@@ -11,6 +11,7 @@ Buffers = dict[str, Tensor]
 Batch = Any
 Loss = Callable[[Params, Buffers, Batch], tuple[Tensor, Buffers]]
 Info = dict[str, Tensor]
+OuterLoss = Callable[[Any], Tensor]  # of a carry
 
 
 class Meta(NamedTuple):
@@ -164,3 +165,27 @@ class Trains(Protocol):
     def init_memory(self, carry: Any, /) -> Tree: ...
 
     def credited(self, meta: Meta, memory: Tree, grads: Params) -> tuple[Params | tuple[()], Tree]: ...
+
+
+class Estimate(NamedTuple):
+    """A hypergradient over many steps: ∂value/∂meta, where value = outer_loss(carry after all steps).
+
+    `carry` starts the next window. `info` holds what a person looks at: tensors, and "notes", a tuple of
+    sentences that is empty where there is nothing to say.
+    """
+
+    value: Tensor
+    grads: Meta
+    carry: Any
+    info: dict[str, Any]
+
+
+class Estimator(Protocol):
+    """A way to differentiate `outer_loss` of the carry after `len(batches)` steps in `meta`.
+
+    `batches[t]` gives the same batch whenever it is asked: sweeps back ask again.
+    """
+
+    def __call__(
+        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Sequence[Batch]
+    ) -> Estimate: ...

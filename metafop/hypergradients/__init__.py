@@ -1,5 +1,7 @@
-"""Derivatives of training in what steers it."""
+"""Derivatives of training in what steers it: of the last step, or of many."""
 
+from metafop.hypergradients.adjoint import Adjoint, adjoint
+from metafop.hypergradients.autograd import autograd
 from metafop.hypergradients.one_step import by_autograd, closed_form
 
-__all__ = ["by_autograd", "closed_form"]
+__all__ = ["Adjoint", "adjoint", "autograd", "by_autograd", "closed_form"]

@@ -1,0 +1,30 @@
+"""The whole graph: every step recorded, then one sweep back. Memory grows with T; obviously right: the oracle."""
+
+from __future__ import annotations  # torch.compile does not follow annotations of inner functions
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.func import grad_and_value
+
+from metafop.hypergradients.unroll import batch_at, findings, held, horizon, outer_value
+from metafop.types import Batch, Estimate, Meta, OuterLoss, Trains
+
+
+def autograd(
+    training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Sequence[Batch]
+) -> Estimate:
+    """Return ∂ outer_loss(step(meta, … step(meta, carry, batches[0]) …)) / ∂meta, by torch.func.grad."""
+    steps = horizon(training, meta, carry, batches)
+
+    def unrolled(meta: Meta) -> tuple[Tensor, tuple[Any, list[Tensor]]]:
+        now, values = carry, []
+        for t in range(steps):
+            seen = training.evaluate(held(now), batch_at(batches, t))
+            now, _ = training.advance(meta, held(now), seen)
+            values.append(seen.value)
+        return outer_value(outer_loss, held(now)), (now, values)
+
+    grads, (value, (after, values)) = grad_and_value(unrolled, has_aux=True)(meta)
+    return Estimate(value, grads, after, findings(outer_loss, carry, after, value, values))

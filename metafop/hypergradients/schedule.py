@@ -1,0 +1,60 @@
+"""Which carries to keep, so that a sweep back finds them all within a budget and takes few steps again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Binomial checkpoints (Griewank & Walther, 2000) in bytes: `carry` for one that is kept to start from
+    again, `whole` for one that is kept with all that its step back needs.
+
+    reach(b, 1) = b / whole,    reach(b, p) = reach(b, p - 1) + reach(b - carry, p)
+
+    is how many steps can be swept back from a carry in hand, if b bytes may be held besides and no step is
+    taken more than p times: one carry is kept in the middle, the sweep goes back to it with what is left
+    of the budget, then from there with all of it. (docs/math.md, 20)
+    """
+
+    carry: int
+    whole: int
+
+    def reach(self, budget: int, passes: int) -> int:
+        return _reach(self.carry, self.whole, budget, passes)
+
+    def passes(self, steps: int, budget: int) -> int:
+        """Return how often some step is taken, at the least."""
+        passes = 1
+        while self.reach(budget, passes) < steps:
+            passes += 1
+        return passes
+
+    def least(self, steps: int, passes: int) -> int:
+        """Return the smallest budget, in whole carries, with which no step is taken more often."""
+        return next(n * self.carry for n in range(1, 2 * steps + 1) if self.reach(n * self.carry, passes) >= steps)
+
+    def ahead(self, steps: int, budget: int) -> int:
+        """Return how far ahead the next carry is to be kept, or 0 if all steps can be kept whole."""
+        passes = self.passes(steps, budget)
+        if passes == 1:
+            return 0
+        # So far that the rest is reached in a pass less, if this side then is, too.
+        rest = self.reach(budget - self.carry, passes - 1)
+        return max(min(self.reach(budget, passes - 1), steps - rest), 1)
+
+    def taken(self, steps: int, budget: int) -> int:
+        """Return how many steps are taken in all, going ahead."""
+        total = 0
+        while ahead := self.ahead(steps, budget):
+            total += ahead + self.taken(steps - ahead, budget - self.carry)
+            steps = ahead
+        return total + steps
+
+
+@cache
+def _reach(carry: int, whole: int, budget: int, passes: int) -> int:
+    if passes == 1 or budget < carry:
+        return max(budget // whole, 1)
+    return _reach(carry, whole, budget, passes - 1) + _reach(carry, whole, budget - carry, passes)

@@ -1,0 +1,241 @@
+"""What every estimator over many steps does: checks at its door, steps ahead, the outer loss, one step back."""
+
+from __future__ import annotations  # torch.compile does not follow annotations of inner functions
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, jvp, vjp
+
+from metafop import tree
+from metafop.types import Batch, Carry, Meta, OuterLoss, Params, Seen, Trains
+
+Over = Literal["reverse", "forward"]
+Cotangent = list[Tensor]  # for each floating-point leaf of a carry
+
+
+def horizon(training: Trains, meta: Meta, carry: Any, batches: Sequence[Batch]) -> int:
+    """Return T, the number of steps, or refuse what cannot be unrolled."""
+    if not hasattr(batches, "__len__") or not hasattr(batches, "__getitem__"):
+        raise TypeError(
+            f"The batches are a {type(batches).__name__}, which cannot be asked twice for the same one. "
+            "Pass a sequence, such as list(batches)."
+        )
+    if len(batches) == 0:
+        raise ValueError("There are no batches, so no step to differentiate. Pass at least one.")
+    training.check(meta, carry)
+    return len(batches)
+
+
+def batch_at(batches: Sequence[Batch], t: int) -> Batch:
+    try:
+        return batches[t]
+    except (IndexError, KeyError):
+        raise ValueError(
+            f"The batches run out at step {t}, but their len() promises {len(batches)}. "
+            "Pass a sequence whose [t] gives a batch for every t below its len()."
+        ) from None
+
+
+def held(carry: Any) -> Any:
+    """Return the carry with its buffers held constant: they are carried and never differentiated."""
+
+    def hold(x: Any) -> Any:
+        return x._replace(buffers=tree.map(torch.detach, x.buffers)) if _has_buffers(x) else x
+
+    return tree.map(hold, carry, is_leaf=_has_buffers)
+
+
+def outer_value(outer_loss: OuterLoss, carry: Any) -> Tensor:
+    """Return the outer loss, or refuse what is no scalar."""
+    value = outer_loss(carry)
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"An outer loss returns a floating-point tensor, got {kind}. Return one.")
+    if value.dim() != 0:
+        raise ValueError(
+            f"An outer loss returns a scalar, got a tensor of shape {tuple(value.shape)}. Take its mean()."
+        )
+    return value
+
+
+def outer_pull(outer_loss: OuterLoss, carry: Any) -> tuple[Tensor, Cotangent]:
+    """Return the outer loss of a carry, and its derivative in each floating-point leaf."""
+    floats, rebuild = tree.partition(carry)
+
+    def value(floats: list[Tensor]) -> Tensor:
+        value = outer_value(outer_loss, held(rebuild(floats)))
+        if not tree.is_tracked(value):
+            raise ValueError(
+                "The outer loss does not depend on what training moves, so that every hypergradient would be "
+                "zero. Compute it from the params of the carry that it is given."
+            )
+        return value
+
+    cotangent, loss = grad_and_value(value)(floats)
+    return loss, cotangent
+
+
+@dataclass(frozen=True)
+class StepBack:
+    """One step back: the derivatives of ⟨cotangent, carry after the step⟩ in meta and in the carry before it.
+
+    λ_t = (∂advance/∂carry)ᵀ λ_(t+1) + H (∂advance/∂g)ᵀ λ_(t+1): a pullback of `advance`, which is cheap, and
+    one Hessian-vector product, by differentiating the gradient backward (`over="reverse"`) or forward. If what
+    the step saw was kept, a compiled step does not compute the gradient again. (docs/math.md, 19)
+
+    `values` says whether `advance` looks at the value of the loss: a custom training may.
+    """
+
+    training: Trains
+    over: Over = "reverse"
+    values: bool = False
+
+    def __call__(
+        self, meta: Meta, carry: Any, batch: Batch, cotangent: Cotangent, seen: Seen | None = None
+    ) -> tuple[Meta, Cotangent]:
+        carry = held(carry)
+        params = list(carry.params.values())
+
+        def evaluate(now: list[Tensor]) -> tuple[Any, Seen]:
+            seen = self.training.evaluate(tree.swap(carry, params, now), batch)
+            return ((seen.grads, seen.value) if self.values else seen.grads), seen
+
+        if self.over == "reverse":
+            _, pull, fresh = vjp(evaluate, params, has_aux=True)
+            seen = seen or fresh
+            d_meta, d_floats, d_seen = self._pull_advance(meta, carry, seen, cotangent)
+            (d_params,) = pull(d_seen)
+        else:
+            seen = seen or self.training.evaluate(carry, batch)
+            d_meta, d_floats, d_seen = self._pull_advance(meta, carry, seen, cotangent)
+            d_params = self._turned(evaluate, params, carry, seen, d_seen)
+        floats, rebuild = tree.partition(carry)
+        through_params = tree.pull(lambda floats: list(rebuild(floats).params.values()), floats, d_params)
+        return d_meta, tree.add(d_floats, through_params)
+
+    def _pull_advance(
+        self, meta: Meta, carry: Any, seen: Seen, cotangent: Cotangent
+    ) -> tuple[Meta, Cotangent, Any]:
+        floats, rebuild = tree.partition(carry)
+
+        def advance(meta: Meta, floats: list[Tensor], looked_at: Any) -> list[Tensor]:
+            grads, value = looked_at if self.values else (looked_at, seen.value)
+            after, _ = self.training.advance(meta, rebuild(floats), Seen(value, grads, seen.buffers))
+            return tree.partition(after)[0]
+
+        _, pull = vjp(advance, meta, floats, (seen.grads, seen.value) if self.values else seen.grads)
+        return pull(cotangent)
+
+    def _turned(
+        self, evaluate: Callable, params: list[Tensor], carry: Any, seen: Seen, d_seen: Any
+    ) -> list[Tensor]:
+        """Return H d_grads + g d_value, the Hessian-vector product by differentiating g forward."""
+        d_grads, d_value = d_seen if self.values else (d_seen, None)
+        along = [d_grads[name] for name in carry.params]
+
+        def grads(now: list[Tensor]) -> list[Tensor]:
+            _, seen = evaluate(now)
+            return [seen.grads[name] for name in carry.params]
+
+        _, turned = jvp(grads, (params,), (along,))
+        if d_value is None:
+            return turned
+        return [h + d_value * seen.grads[name] for name, h in zip(carry.params, turned, strict=True)]
+
+
+def looks_at_value(training: Trains, meta: Meta, carry: Any) -> bool:
+    """Return whether the carry after a step depends on the value of the loss, besides its gradient."""
+    found = []
+    zero = next(iter(carry.params.values())).new_zeros(())
+
+    def after(value: Tensor) -> Tensor:
+        seen = Seen(value, tree.zeros_like(carry.params), carry.buffers)
+        floats, _ = tree.partition(training.advance(meta, carry, seen)[0])
+        found.append(any(tree.is_tracked(leaf) for leaf in floats))
+        return value
+
+    vjp(after, zero)
+    return found[0]
+
+
+def forward_fails(training: Trains, carry: Any, batch: Batch) -> str:
+    """Return why the gradient cannot be differentiated forward, or nothing if it can."""
+    carry = held(carry)
+    params = list(carry.params.values())
+
+    def grads(now: list[Tensor]) -> Params:
+        return training.evaluate(tree.swap(carry, params, now), batch).grads
+
+    try:
+        jvp(grads, (params,), (tree.zeros_like(params),))
+    except (NotImplementedError, RuntimeError) as error:
+        if "forward" not in str(error):
+            raise
+        reason = str(error).splitlines()[0].rstrip(".")
+        return f"Differentiated in reverse over reverse, because forward over reverse failed: {reason}."
+    return ""
+
+
+def findings(
+    outer_loss: OuterLoss,
+    start: Any,
+    after: Any,
+    value: Tensor,
+    values: Sequence[Tensor],
+    cotangents: Sequence[Tensor] = (),
+) -> dict[str, Any]:
+    """Return what is to be known of an unroll from `start` to `after`.
+
+    "values", the loss that each step saw; "cotangents", the norms ‖∂value/∂carry_t‖ for t = 0 … T where they
+    are known; "overflow", the step at which a number that is not finite came up first, or -1; and notes.
+    """
+    info: dict[str, Any] = {"values": torch.stack(list(values))}
+    if cotangents:
+        info["cotangents"] = torch.stack(list(cotangents))
+    if tree.is_transforming():  # where no value may be looked at
+        return info | {"notes": ()}
+    step, note = _overflow(info["values"], value, info.get("cotangents"))
+    info["overflow"] = torch.tensor(step)
+    notes = [note, _missed(outer_loss, start, after, value)]
+    return info | {"notes": tuple(note for note in notes if note)}
+
+
+def _overflow(values: Tensor, value: Tensor, cotangents: Tensor | None) -> tuple[int, str]:
+    """Return the step at which numbers stopped being finite, going ahead or back, and a sentence."""
+    ahead = (~values.isfinite()).nonzero()
+    if len(ahead):
+        t = int(ahead[0])
+        return t, f"Training overflowed: the loss of step {t} of {len(values)} is not finite."
+    if not value.isfinite():
+        return len(values), f"The outer loss is not finite after all {len(values)} steps."
+    back = [] if cotangents is None else (~cotangents.isfinite()).nonzero()
+    if len(back):
+        t = int(back[-1])
+        return t, (
+            f"The hypergradient overflowed at step {t} of {len(values)}, going back: "
+            "∂value/∂carry is not finite there. Use a shorter horizon, a smaller lr, or evolution."
+        )
+    return -1, ""
+
+
+def _missed(outer_loss: OuterLoss, start: Any, after: Any, value: Tensor) -> str:
+    """Say so if the outer loss depends on buffers: how these depend on meta is not differentiated."""
+
+    def old_buffers(new: Any, old: Any) -> Any:
+        return new._replace(buffers=old.buffers) if _has_buffers(new) else new
+
+    mixed = tree.map(old_buffers, after, start, is_leaf=_has_buffers)
+    if not after.buffers or torch.equal(outer_loss(mixed), value):
+        return ""
+    return (
+        f"The outer loss depends on the buffers ({', '.join(sorted(after.buffers))}), as a loss in eval mode does on "
+        "batch norm's statistics; the derivative through them is missed. A loss in training mode misses nothing."
+    )
+
+
+def _has_buffers(x: Any) -> bool:
+    return isinstance(x, Carry | Seen)
