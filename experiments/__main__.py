@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
-EXPERIMENTS = ("toy", "defaults", "bench-online")  # each a file with a `Config` and a `main(config)`
+# Each is a file with a `Config` and a `main(config)`.
+EXPERIMENTS = ("toy", "defaults", "bench-online", "bench-unroll")
 NEEDED = ("matplotlib", "numpy", "rich", "sklearn", "tensorboard", "tyro")
 
 # Threads that wait by spinning fight each other for few cores; torch reads this when it is first imported.

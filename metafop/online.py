@@ -9,10 +9,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from metafop import checks, tree
+from metafop import tree
 from metafop.hypergradients import closed_form
-from metafop.optimizers import Free, fitted
-from metafop.preconditioners import aged, clocks
+from metafop.learned import Learned
 from metafop.safeguards import Bound, Guard, scale_free
 from metafop.types import Batch, Buffers, Domain, Info, Last, Meta, Optimizer, Params, Seen, Trains, Tree
 
@@ -89,15 +88,9 @@ class Online:
         ):
             if value not in options:
                 raise ValueError(f"Online takes {name} as one of {options}, got {value!r}. Pass one of them.")
-        checks.instance("Online", "an optimizer", self.meta_optimizer)
-        for name, value in (("guards", self.guards), ("bounds", self.bounds)):
-            if not isinstance(value, tuple):
-                raise TypeError(f"Online takes a tuple of {name}, got {value!r}. Pass {name}=(...,).")
-        if not isinstance(self.learn, tuple) or not self.learn:
-            raise ValueError(
-                f"Online learns a tuple of names, got learn={self.learn!r}. "
-                'Pass for example ("precond", "hyper.lr").'
-            )
+        if not isinstance(self.guards, tuple):
+            raise TypeError(f"Online takes a tuple of guards, got {self.guards!r}. Pass guards=(...,).")
+        self.learned.check()
         if isinstance(self.training, Online) and self.training.order == "paper":
             raise ValueError(
                 'Online cannot learn an Online of order="paper", whose step does not depend on its own meta '
@@ -110,20 +103,11 @@ class Online:
 
     def meta(self, meta: Meta, hyper: Any) -> Meta:
         """Return what steers this learner: the meta-optimizer's `hyper`, as precise as what is learned."""
-        self._check_learn(meta)
-        return Meta(fitted(self.meta_optimizer, hyper, self._learned(meta)), {})
+        return self.learned.steer(meta, hyper)
 
     def init(self, meta: Meta, carry: Any) -> OnlineCarry:
-        self._check_learn(meta)
         self.training.check(meta, carry)
-        learned = self._learned(meta)
-        for name, value in learned.items():
-            domain = self._domain(name)
-            if value.dim() == 0 and tree.is_concrete(value) and not domain.inside(value.item()):
-                raise ValueError(
-                    f"Online cannot learn {name} from {value.item():g}, on the boundary of its range: "
-                    "it would stay there. Start inside, or name in learn only what is to move."
-                )
+        meta_opt = self.learned.init(meta)
         value = next(iter(carry.params.values()))
         nothing = Seen(
             value.new_zeros((), dtype=torch.promote_types(value.dtype, torch.float32)),
@@ -131,7 +115,6 @@ class Online:
             carry.buffers,
         )
         memory = self.training.init_memory(carry) if self.credit == "velocity" else ()
-        meta_opt = self.meta_optimizer.init(learned)
         # A copy, because later no tensor of the two carries will be one: torch.compile would compile twice.
         last = tree.copy(carry)
         return OnlineCarry(carry, meta, meta_opt, last, nothing, memory, torch.zeros_like(nothing.value))
@@ -140,11 +123,7 @@ class Online:
         return self.training.evaluate(state.carry, batch)
 
     def advance(self, meta: Meta, state: OnlineCarry, seen: Seen) -> tuple[OnlineCarry, Info]:
-        if meta.precond:
-            raise ValueError(
-                f"Online is steered by what online.meta(...) returns, got a meta with the preconditioners of "
-                f"{sorted(meta.precond)}. Pass the former; the latter is in the state already."
-            )
+        self.learned.check_steer(meta)
         value, finite = seen.value, tree.all_finite(seen)
         seen = _coasting(finite, seen, state.buffers)
 
@@ -152,7 +131,7 @@ class Online:
         last, memory = self._last(state)
         grads = self._hypergradient(state, last, seen)
         moves = finite & tree.all_finite(grads) & (state.taken > 0)
-        new_meta, meta_opt, moves = self._moved(meta, state, grads, moves)
+        new_meta, meta_opt, moves = self.learned.moved(meta, state.meta, state.meta_opt, grads, moves)
 
         # Then take the next one; or, if the loss rose, the last one again.
         carry, taken, info = state.carry, finite, {"value": value, "finite": finite, "moved": moves}
@@ -194,14 +173,9 @@ class Online:
         """Refuse a meta whose hyperparameters are named for other things than are learned."""
         self.meta(state.meta, meta.hyper)
 
-    def _check_learn(self, meta: Meta) -> None:
-        names = tree.named(meta)
-        for part in self.learn:
-            if not any(name == part or name.startswith(f"{part}.") for name in names):
-                raise ValueError(
-                    f"Online is to learn {part!r}, but meta holds only {sorted(names)}. "
-                    "Name one of these or the start of one, or give the training a preconditioner to learn."
-                )
+    @property
+    def learned(self) -> Learned:
+        return Learned("Online", self.training, self.meta_optimizer, self.learn, self.bounds)
 
     def _last(self, state: OnlineCarry) -> tuple[Last, Tree]:
         """Return the last step with its credit, and the memory after it."""
@@ -212,56 +186,11 @@ class Online:
 
     def _hypergradient(self, state: OnlineCarry, last: Last, seen: Seen) -> dict[str, Tensor]:
         """Return the guarded derivative in the coordinate of each learned leaf."""
-        values = self._learned(state.meta)
         pulled = self.hypergradient(self.training, state.meta, last, seen.grads)
-        chained = {
-            name: self._domain(name).chain(values[name], h) if name in values else torch.zeros_like(h)
-            for name, h in tree.named(pulled).items()
-        }
-        grads = tree.replace(pulled, chained)
+        grads = self.learned.chained(state.meta, pulled)
         for guard in self.guards:
             grads = guard(grads, state.params, last, seen)
-        return self._learned(grads)
-
-    def _moved(
-        self, meta: Meta, state: OnlineCarry, grads: dict[str, Tensor], moves: Tensor
-    ) -> tuple[Meta, Tree, Tensor]:
-        """Return meta and the meta-optimizer's state after its step, and whether it was taken."""
-        values = self._learned(state.meta)
-        old = {name: self._domain(name).coordinate(value) for name, value in values.items()}
-        # What is not used must be finite too: a derivative through `where` multiplies it by zero.
-        usable = {name: torch.where(moves, h, 0.0) for name, h in grads.items()}
-        new, meta_opt = self.meta_optimizer.update(meta.hyper, old, state.meta_opt, usable)
-        moved = {
-            name: self._domain(name).moved(value, old[name], new[name]) for name, value in values.items()
-        }
-        bounded = Meta(state.meta.hyper, {k: aged(m) for k, m in state.meta.precond.items()})
-        bounded = tree.replace(bounded, moved)
-        for bound in self.bounds:
-            bounded = bound(bounded)
-        moving = moved.keys() | self._clocks(state.meta)
-        new_meta = tree.replace(state.meta, {k: x for k, x in tree.named(bounded).items() if k in moving})
-        moves = moves & tree.all_finite(self._learned(new_meta))
-        return *tree.where(moves, (new_meta, meta_opt), (state.meta, state.meta_opt)), moves
-
-    def _learned(self, meta: Meta) -> dict[str, Tensor]:
-        """Return the leaves that `learn` names, by name; the time of a `Rescaled` family only passes."""
-        clocks = self._clocks(meta)
-        return {
-            name: leaf
-            for name, leaf in tree.named(meta).items()
-            if name not in clocks and any(name == part or name.startswith(f"{part}.") for part in self.learn)
-        }
-
-    def _clocks(self, meta: Meta) -> set[str]:
-        return {name for k, m in meta.precond.items() for name in clocks(m, f"precond.{k}")}
-
-    def _domain(self, name: str) -> Domain:
-        part, _, rest = name.partition(".")
-        return self.training.domains[rest.partition(".")[0]] if part == "hyper" else _FREE
-
-
-_FREE = Free()
+        return self.learned.of(grads)
 
 
 def _coasting(finite: Tensor, seen: Seen, buffers: Buffers) -> Seen:

@@ -12,6 +12,9 @@ from metafop.types import Tree
 
 map = pytree.tree_map
 leaves = pytree.tree_leaves
+flatten = pytree.tree_flatten
+unflatten = pytree.tree_unflatten
+Structure = pytree.TreeSpec
 
 
 def zeros_like(x: Tree) -> Tree:
@@ -116,7 +119,7 @@ def size(x: Tree) -> int:
 
 def is_tracked(x: Tensor) -> bool:
     """Return whether, inside `grad` or `vjp`, the tensor depends on what is differentiated in."""
-    return is_gradtrackingtensor(x)
+    return is_gradtrackingtensor(x) and x.requires_grad
 
 
 def is_concrete(x: Tensor) -> bool:

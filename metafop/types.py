@@ -109,6 +109,27 @@ class Optimizer(Protocol):
         ...
 
 
+@runtime_checkable
+class Reversible(Optimizer, Protocol):
+    """An optimizer whose step can be undone, every bit of it, given the direction that it took.
+
+    In two parts, for that direction comes from the gradient at the parameters before the step: `before` finds
+    these, then `undo` the rest.
+    """
+
+    def before(self, hyper: Any, params: Params, opt: Tree) -> tuple[Params, Tree]:
+        """Return the parameters before the step that led here, and the state for `undo`."""
+        ...
+
+    def undo(self, hyper: Any, params: Params, opt: Tree, direction: Params, emptied: Params) -> Tree:
+        """Return the state before the step, given what `before` returned and what `emptied` did then."""
+        ...
+
+    def emptied(self, hyper: Any, opt: Tree) -> Params:
+        """Return the stores that the next update will empty, by name: to `undo` it, they must be known."""
+        ...
+
+
 class Preconditioner(Protocol):
     """A family of symmetric matrices P(m) that act on the gradient of one parameter."""
 

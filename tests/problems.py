@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Generator, Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from metafop import (
     SGD,
@@ -32,6 +32,8 @@ from metafop import (
     functional,
     tree,
 )
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def moved(x: Any, generator: Generator, size: float = 0.3) -> Any:
 class Problem:
     """A model, its pure loss, where to start, and batches to train on."""
 
-    model: nn.Sequential
+    model: nn.Module
     loss: Any
     params: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -151,7 +153,7 @@ def batch_loss(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) 
     return cross_entropy(model(inputs), labels)
 
 
-def filled(model: nn.Sequential, generator: Generator) -> nn.Sequential:
+def filled(model: ModelT, generator: Generator) -> ModelT:
     """Return the model with parameters from the generator."""
     with torch.no_grad():
         for p in model.parameters():
@@ -159,7 +161,7 @@ def filled(model: nn.Sequential, generator: Generator) -> nn.Sequential:
     return model
 
 
-def _problem(model: nn.Sequential, shape: tuple[int, ...], generator: Generator) -> Problem:
+def _problem(model: nn.Module, shape: tuple[int, ...], generator: Generator) -> Problem:
     model = filled(model, generator)
     batches = [
         (torch.randn(6, *shape, generator=generator), torch.randint(2, (6,), generator=generator))
@@ -178,7 +180,42 @@ def convnet(generator: Generator, bias: bool = False) -> Problem:
     return _problem(model, (2, 4, 4), generator)
 
 
+class Recurrent(nn.Module):
+    def __init__(self, layer: nn.GRU | nn.LSTM) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(layer.hidden_size, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+class Attention(nn.Module):
+    """Two heads of attention over positions, a residual connection, layer norm, and the mean of positions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix, self.norm, self.head = nn.Linear(width, 3 * width), nn.LayerNorm(width), nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.mix(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)  # q k v first, then batch, head
+        mixed = scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        return self.head(self.norm(x + mixed).mean(1))
+
+
+def gru(generator: Generator) -> Problem:
+    return _problem(Recurrent(nn.GRU(2, 3, batch_first=True)), (4, 2), generator)
+
+
+def lstm(generator: Generator) -> Problem:
+    return _problem(Recurrent(nn.LSTM(2, 3, batch_first=True)), (4, 2), generator)
+
+
+def attention(generator: Generator) -> Problem:
+    return _problem(Attention(4), (3, 4), generator)
+
+
 MODELS = {"mlp": mlp, "convnet": convnet}
+ALL_MODELS = MODELS | {"gru": gru, "attention": attention}
 # A bias before batch norm changes nothing, and its gradient is nothing but rounding.
 HARD_MODELS = MODELS | {"convnet, idle bias": partial(convnet, bias=True)}
 

@@ -16,9 +16,12 @@ STOREYS = [
     {"functional", "optimizers", "preconditioners", "checks"},
     {"training"},
     {"hypergradients", "safeguards", "diagnostics"},
-    {"online"},
+    {"learned"},
+    {"online", "unrolled"},
     {"optim", "verify", "tensorboard"},
+    {"meta_training"},
 ]
+EXTRAS = {"tensorboard": {"tensorboard"}, "meta_training": {"rich"}}
 FLOOR = {part: floor for floor, parts in enumerate(STOREYS) for part in parts}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"]
 
@@ -47,7 +50,7 @@ def test_imports_point_down_and_siblings_do_not_know_each_other(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_core_imports_torch_and_the_standard_library_alone(path):
     others = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names - {"torch", "metafop"}
-    assert others <= ({"tensorboard"} if part_of(path) == "tensorboard" else set())
+    assert others <= EXTRAS.get(part_of(path), set())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -3,5 +3,6 @@
 from metafop.hypergradients.adjoint import Adjoint, adjoint
 from metafop.hypergradients.autograd import autograd
 from metafop.hypergradients.one_step import by_autograd, closed_form
+from metafop.hypergradients.truncated import Truncated
 
-__all__ = ["Adjoint", "adjoint", "autograd", "by_autograd", "closed_form"]
+__all__ = ["Adjoint", "Truncated", "adjoint", "autograd", "by_autograd", "closed_form"]

@@ -1,4 +1,4 @@
-"""The whole graph: every step recorded, then one sweep back. Memory grows with T; obviously right: the oracle."""
+"""The whole graph: all steps recorded, then one sweep back. Its memory grows with T; it is the oracle."""
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.func import grad_and_value
 
-from metafop.hypergradients.unroll import batch_at, findings, held, horizon, outer_value
+from metafop.hypergradients.unroll import batch_at, findings, held, horizon, outer_value, tracked, unfused
 from metafop.types import Batch, Estimate, Meta, OuterLoss, Trains
 
 
@@ -24,7 +24,8 @@ def autograd(
             seen = training.evaluate(held(now), batch_at(batches, t))
             now, _ = training.advance(meta, held(now), seen)
             values.append(seen.value)
-        return outer_value(outer_loss, held(now)), (now, values)
+        return tracked(outer_value(outer_loss, held(now))), (now, values)
 
-    grads, (value, (after, values)) = grad_and_value(unrolled, has_aux=True)(meta)
-    return Estimate(value, grads, after, findings(outer_loss, carry, after, value, values))
+    with unfused():
+        grads, (value, (after, values)) = grad_and_value(unrolled, has_aux=True)(meta)
+        return Estimate(value, grads, after, findings(outer_loss, carry, after, value, values))

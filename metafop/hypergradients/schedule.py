@@ -33,7 +33,9 @@ class Schedule:
 
     def least(self, steps: int, passes: int) -> int:
         """Return the smallest budget, in whole carries, with which no step is taken more often."""
-        return next(n * self.carry for n in range(1, 2 * steps + 1) if self.reach(n * self.carry, passes) >= steps)
+        return next(
+            n * self.carry for n in range(1, 2 * steps + 1) if self.reach(n * self.carry, passes) >= steps
+        )
 
     def ahead(self, steps: int, budget: int) -> int:
         """Return how far ahead the next carry is to be kept, or 0 if all steps can be kept whole."""

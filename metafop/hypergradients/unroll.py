@@ -1,14 +1,16 @@
-"""What every estimator over many steps does: checks at its door, steps ahead, the outer loss, one step back."""
+"""What the estimators over many steps share: checks at the door, the outer loss, one step back, findings."""
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, jvp, vjp
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metafop import tree
 from metafop.types import Batch, Carry, Meta, OuterLoss, Params, Seen, Trains
@@ -28,6 +30,11 @@ def horizon(training: Trains, meta: Meta, carry: Any, batches: Sequence[Batch]) 
         raise ValueError("There are no batches, so no step to differentiate. Pass at least one.")
     training.check(meta, carry)
     return len(batches)
+
+
+def unfused() -> AbstractContextManager[None]:
+    """Return a context in which attention can be differentiated twice: torch's fused kernels cannot."""
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def batch_at(batches: Sequence[Batch], t: int) -> Batch:
@@ -62,18 +69,22 @@ def outer_value(outer_loss: OuterLoss, carry: Any) -> Tensor:
     return value
 
 
+def tracked(value: Tensor) -> Tensor:
+    """Return the outer loss, or refuse one that does not depend on what is differentiated."""
+    if not tree.is_tracked(value):
+        raise ValueError(
+            "The outer loss does not depend on what training moves, so that its hypergradient would be zero. "
+            "Compute it from the params of the carry that it is given."
+        )
+    return value
+
+
 def outer_pull(outer_loss: OuterLoss, carry: Any) -> tuple[Tensor, Cotangent]:
     """Return the outer loss of a carry, and its derivative in each floating-point leaf."""
     floats, rebuild = tree.partition(carry)
 
     def value(floats: list[Tensor]) -> Tensor:
-        value = outer_value(outer_loss, held(rebuild(floats)))
-        if not tree.is_tracked(value):
-            raise ValueError(
-                "The outer loss does not depend on what training moves, so that every hypergradient would be "
-                "zero. Compute it from the params of the carry that it is given."
-            )
-        return value
+        return tracked(outer_value(outer_loss, held(rebuild(floats))))
 
     cotangent, loss = grad_and_value(value)(floats)
     return loss, cotangent
@@ -84,8 +95,8 @@ class StepBack:
     """One step back: the derivatives of ⟨cotangent, carry after the step⟩ in meta and in the carry before it.
 
     λ_t = (∂advance/∂carry)ᵀ λ_(t+1) + H (∂advance/∂g)ᵀ λ_(t+1): a pullback of `advance`, which is cheap, and
-    one Hessian-vector product, by differentiating the gradient backward (`over="reverse"`) or forward. If what
-    the step saw was kept, a compiled step does not compute the gradient again. (docs/math.md, 19)
+    one Hessian-vector product, by differentiating the gradient backward (`over="reverse"`) or forward. If
+    what the step saw was kept, a compiled step does not compute the gradient again. (docs/math.md, 19)
 
     `values` says whether `advance` looks at the value of the loss: a custom training may.
     """
@@ -105,10 +116,9 @@ class StepBack:
             return ((seen.grads, seen.value) if self.values else seen.grads), seen
 
         if self.over == "reverse":
-            _, pull, fresh = vjp(evaluate, params, has_aux=True)
-            seen = seen or fresh
-            d_meta, d_floats, d_seen = self._pull_advance(meta, carry, seen, cotangent)
-            (d_params,) = pull(d_seen)
+            pulling: Any = vjp(evaluate, params, has_aux=True)
+            d_meta, d_floats, d_seen = self._pull_advance(meta, carry, seen or pulling[2], cotangent)
+            (d_params,) = pulling[1](d_seen)
         else:
             seen = seen or self.training.evaluate(carry, batch)
             d_meta, d_floats, d_seen = self._pull_advance(meta, carry, seen, cotangent)
@@ -127,8 +137,8 @@ class StepBack:
             after, _ = self.training.advance(meta, rebuild(floats), Seen(value, grads, seen.buffers))
             return tree.partition(after)[0]
 
-        _, pull = vjp(advance, meta, floats, (seen.grads, seen.value) if self.values else seen.grads)
-        return pull(cotangent)
+        looked_at = (seen.grads, seen.value) if self.values else seen.grads
+        return vjp(advance, meta, floats, looked_at)[1](cotangent)
 
     def _turned(
         self, evaluate: Callable, params: list[Tensor], carry: Any, seen: Seen, d_seen: Any
@@ -141,7 +151,7 @@ class StepBack:
             _, seen = evaluate(now)
             return [seen.grads[name] for name in carry.params]
 
-        _, turned = jvp(grads, (params,), (along,))
+        turned = jvp(grads, (params,), (along,))[1]
         if d_value is None:
             return turned
         return [h + d_value * seen.grads[name] for name, h in zip(carry.params, turned, strict=True)]
@@ -232,8 +242,9 @@ def _missed(outer_loss: OuterLoss, start: Any, after: Any, value: Tensor) -> str
     if not after.buffers or torch.equal(outer_loss(mixed), value):
         return ""
     return (
-        f"The outer loss depends on the buffers ({', '.join(sorted(after.buffers))}), as a loss in eval mode does on "
-        "batch norm's statistics; the derivative through them is missed. A loss in training mode misses nothing."
+        f"The outer loss depends on the buffers ({', '.join(sorted(after.buffers))}), as a loss in eval mode "
+        "does on batch norm's statistics, and the derivative through them is missed. "
+        "A loss in training mode misses nothing."
     )
 
 

@@ -3,6 +3,8 @@
 from metafop.optimizers.adam import Adam, AdamHyper, AdamState
 from metafop.optimizers.hyper import Free, Positive, Unit, fitted
 from metafop.optimizers.momentum import Momentum, MomentumHyper
+from metafop.optimizers.reversible import ReversibleMomentum, ReversibleState
+from metafop.optimizers.scheduled import Scheduled, ScheduledState
 from metafop.optimizers.sgd import SGD, SGDHyper
 
 __all__ = [
@@ -14,7 +16,11 @@ __all__ = [
     "Momentum",
     "MomentumHyper",
     "Positive",
+    "ReversibleMomentum",
+    "ReversibleState",
     "SGDHyper",
+    "Scheduled",
+    "ScheduledState",
     "Unit",
     "fitted",
 ]

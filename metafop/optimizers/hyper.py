@@ -1,4 +1,4 @@
-"""What a hyperparameter is: one tensor or one per parameter, in a domain, learned in a coordinate."""
+"""What a hyperparameter is: a number or a schedule, one or one per parameter, learned in a coordinate."""
 
 import math
 from collections.abc import Mapping
@@ -99,8 +99,34 @@ class Free:
         return new
 
 
+@dataclass(frozen=True)
+class Timed:
+    """A schedule: x_0 … x_(T-1) along a time axis, each in the same `domain`, learned in its coordinate."""
+
+    domain: Domain
+
+    @property
+    def says(self) -> str:
+        return self.domain.says
+
+    def holds(self, value: float) -> bool:
+        return self.domain.holds(value)
+
+    def inside(self, value: float) -> bool:
+        return self.domain.inside(value)
+
+    def coordinate(self, value: Tensor) -> Tensor:
+        return self.domain.coordinate(value)
+
+    def chain(self, value: Tensor, derivative: Tensor) -> Tensor:
+        return self.domain.chain(value, derivative)
+
+    def moved(self, value: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        return self.domain.moved(value, old, new)
+
+
 def tensors(owner: object, domains: Mapping[str, Domain], values: Mapping[str, Value]) -> list[Tensor | dict]:
-    """Return the values as float64 scalars, or dicts of them by name, each checked against its domain."""
+    """Return the values as float64 scalars and schedules, or dicts of them by name, each checked."""
 
     def tensor(name: str, value: float | Tensor) -> Tensor:
         if not isinstance(value, int | float | Tensor):
@@ -110,37 +136,79 @@ def tensors(owner: object, domains: Mapping[str, Domain], values: Mapping[str, V
             )
         made = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         domain = domains[name.split("[")[0]]
-        if made.dim() != 0:
-            raise ValueError(
-                f"{owner}.hyper takes a scalar {name}, got a tensor of shape {tuple(made.shape)}. "
-                "For a value per parameter pass a dict by name; for a sweep, vmap over the field."
-            )
+        _check_shape(owner, name, made, domain)
         if not made.is_floating_point():
             raise TypeError(f"{owner}.hyper takes a floating-point {name}, got {made.dtype}. Pass a float.")
-        if tree.is_concrete(made) and not domain.holds(made.item()):
-            raise ValueError(
-                f"{owner}.hyper takes {name} {domain.says}, got {made.item():g}. Pass a value in that range."
-            )
+        for place, number in extremes(name, made):
+            if not domain.holds(number):
+                raise ValueError(
+                    f"{owner}.hyper takes {place} {domain.says}, got {number:g}. Pass a value in that range."
+                )
         return made
 
-    return [
-        {key: tensor(f"{name}[{key!r}]", v) for key, v in value.items()}
+    made = {
+        name: {key: tensor(f"{name}[{key!r}]", v) for key, v in value.items()}
         if isinstance(value, Mapping)
         else tensor(name, value)
         for name, value in values.items()
-    ]
+    }
+    _check_lengths(owner, {name: made[name] for name in made if isinstance(domains[name], Timed)})
+    return list(made.values())
 
 
-def fitted(optimizer: Optimizer, hyper: Any, moves: dict[str, Tensor]) -> Any:
-    """Return `hyper` as precise as what the optimizer moves, and on its device, checked against both."""
+def extremes(name: str, value: Tensor) -> list[tuple[str, float]]:
+    """Return the least and the greatest number of a tensor, each with its place, such as "lr[3]".
+
+    A domain is an interval: it holds all numbers if it holds these two. Where no value may be looked at,
+    there are none.
+    """
+    if not tree.is_concrete(value) or not value.numel():
+        return []
+    found = []
+    for where in (value.argmin(), value.argmax()):
+        index = [int(i) for i in torch.unravel_index(where, value.shape)]
+        found.append((f"{name}{index}" if index else name, value.flatten()[where].item()))
+    return found
+
+
+def _check_shape(owner: object, name: str, value: Tensor, domain: Domain) -> None:
+    if not isinstance(domain, Timed) and value.dim() != 0:
+        raise ValueError(
+            f"{owner}.hyper takes a scalar {name}, got a tensor of shape {tuple(value.shape)}. "
+            "For a value per parameter pass a dict by name; for a sweep, vmap over the field; "
+            "for a schedule, wrap the optimizer in Scheduled."
+        )
+    if isinstance(domain, Timed) and (value.dim() != 1 or not len(value)):
+        raise ValueError(
+            f"{owner}.hyper takes a schedule of one or more entries for {name}, got a tensor of shape "
+            f"{tuple(value.shape)}. Make it with {owner}.hyper(hyper, steps)."
+        )
+
+
+def _check_lengths(owner: object, schedules: Mapping[str, Tensor | dict[str, Tensor]]) -> None:
+    lengths = {name: len(schedule) for name, schedule in tree.named(schedules).items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"{owner} takes schedules of one length, got entries for {lengths} steps. "
+            "Repeat the last entry of the shorter ones: it would be held anyway."
+        )
+
+
+def check_fields(optimizer: Optimizer, hyper: Any) -> None:
+    """Refuse what is not made for this optimizer."""
     fields = getattr(hyper, "_fields", ())
     if set(fields) != set(optimizer.domains):
         raise TypeError(
             f"{optimizer} takes the hyperparameters {list(optimizer.domains)}, "
             f"got {type(hyper).__name__} with {list(fields)}. Make them with {optimizer}.hyper(...)."
         )
+
+
+def fitted(optimizer: Optimizer, hyper: Any, moves: dict[str, Tensor]) -> Any:
+    """Return `hyper` as precise as what the optimizer moves, and on its device, checked against both."""
+    check_fields(optimizer, hyper)
     hyper = type(hyper)(*tensors(optimizer, optimizer.domains, hyper._asdict()))
-    for field, value in zip(fields, hyper, strict=True):
+    for field, value in hyper._asdict().items():
         if isinstance(value, dict) and value.keys() != moves.keys():
             raise ValueError(
                 f"{optimizer} got a {field} for {sorted(value)}, but moves {sorted(moves)}. "

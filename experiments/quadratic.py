@@ -1,0 +1,211 @@
+"""Short-horizon bias where everything is known: which way is the learning rate to go, by horizon?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Generator, Tensor
+from torch.func import grad, vmap
+
+from experiments import run
+from metafop import SGD, Carry, Training
+from metafop.functional import plain
+from metafop.hypergradients import adjoint
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """SGD on the noisy quadratic of Wu et al. (2018): J(θ) = ½ Σ hᵢ (θᵢ - cᵢ)², c drawn anew for every step.
+
+    c has mean 0 and deviation 1, h falls from 1 to 1 / condition. What counts is ½ Σ hᵢ E θᵢ², the loss above
+    its floor, after T steps.
+    """
+
+    dimensions: int = 50  # numbers in θ
+    condition: float = 1000.0  # the largest of h over the smallest
+    horizons: tuple[int, ...] = (1, 2, 5, 10, 20, 50, 100, 200)  # T
+    samples: int = 1000  # runs, each with its own noise
+    race: int = 500  # steps that greedy and fixed learning rates are compared over
+
+    @property
+    def curvature(self) -> Tensor:
+        exponents = torch.linspace(0, 1, self.dimensions, dtype=torch.float64)
+        return torch.tensor(self.condition, dtype=torch.float64) ** -exponents
+
+
+class Situation(NamedTuple):
+    """Where a learning rate is judged: every θᵢ = distance, then so many steps with that learning rate."""
+
+    label: str
+    lr: float
+    distance: float
+    before: int
+
+
+BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"  # Okabe and Ito's, for the colour-blind
+SITUATIONS = {
+    "start": Situation("at the start, not far from the noise floor", 0.5, 1.0, 0),
+    "middle": Situation("in the middle: steep directions are done, flat ones are not", 0.3, 10.0, 100),
+}
+
+
+class Found(NamedTuple):
+    """dJ/dlr by horizon: by adjoint, (horizons, samples); its expectation for every T up to the longest."""
+
+    sampled: Tensor
+    expected: Tensor
+
+    @property
+    def means(self) -> Tensor:
+        return self.sampled.mean(1)
+
+    @property
+    def errors(self) -> Tensor:
+        """The standard errors of the means."""
+        return self.sampled.std(1) / self.sampled.shape[1] ** 0.5
+
+    @property
+    def flip(self) -> int | None:
+        """The first T for which the learning rate should go the other way than for T = 1."""
+        turned = (self.expected.sign() != self.expected[0].sign()).nonzero()
+        return int(turned[0]) + 1 if len(turned) else None
+
+
+class Way(NamedTuple):
+    """Expected loss and learning rate by step."""
+
+    losses: Tensor
+    lrs: Tensor
+
+
+def spread(lr: Tensor, h: Tensor, start: Tensor, steps: Tensor | int) -> Tensor:
+    """Return E θ² after some steps: ρᵀ s + (1 - ρᵀ) floor, ρ = (1 - lr h)², floor = (lr h)² / (1 - ρ)."""
+    rho = (1 - lr * h) ** 2
+    return rho**steps * start + (1 - rho**steps) * (lr * h) ** 2 / (1 - rho)
+
+
+def measure(settings: Quadratic, generator: Generator, tick: Callable[[str], None]) -> dict[str, Found]:
+    return {
+        name: judged(settings, s, generator, lambda: tick("noisy quadratic"))
+        for name, s in SITUATIONS.items()
+    }
+
+
+def judged(
+    settings: Quadratic, situation: Situation, generator: Generator, tick: Callable[[], None]
+) -> Found:
+    h = settings.curvature
+    training = Training(plain(lambda params, center: 0.5 * (h * (params["x"] - center) ** 2).sum()), SGD())
+    params = {"x": torch.full_like(h, situation.distance)}
+    meta = training.meta(params, SGD().hyper(lr=situation.lr))
+
+    def above_floor(carry: Carry) -> Tensor:
+        return 0.5 * (h * carry.params["x"] ** 2).sum()
+
+    def hypergradient(carry: Carry, centers: Tensor) -> Tensor:
+        return adjoint(training, above_floor, meta, carry, centers).grads.hyper.lr
+
+    def noise(steps: int) -> Tensor:
+        return torch.randn(settings.samples, steps, len(h), dtype=h.dtype, generator=generator)
+
+    carry = vmap(lambda x: training.init({"x": x}))(params["x"].expand(settings.samples, -1))
+    for centers in noise(situation.before).unbind(1):
+        carry, _ = vmap(lambda carry, center: training.step(meta, carry, center))(carry, centers)
+    sampled = []
+    for steps in settings.horizons:
+        sampled.append(vmap(hypergradient)(carry, noise(steps)))
+        tick()
+
+    lr = meta.hyper.lr
+    start = spread(lr, h, params["x"] ** 2, situation.before)
+    every = torch.arange(1, max(settings.horizons) + 1)
+    slope = grad(lambda lr, steps: 0.5 * (h * spread(lr, h, start, steps)).sum())
+    return Found(torch.stack(sampled), vmap(slope, in_dims=(None, 0))(lr, every))
+
+
+def race(settings: Quadratic) -> tuple[Way, Way]:
+    """Return expected losses and learning rates by step: the best for the next step, and the best fixed one.
+
+    The best for the next step is Σ h² s / Σ h³ (s + 1), s = E θ²: what a perfect greedy rule would take.
+    """
+    h, far = settings.curvature, SITUATIONS["middle"].distance
+    start, steps = torch.full_like(h, far**2), torch.arange(settings.race + 1)
+    losses, lrs, s = [], [], start
+    for _ in steps:
+        losses.append(0.5 * (h * s).sum())
+        lrs.append((h**2 * s).sum() / (h**3 * (s + 1)).sum())
+        s = spread(lrs[-1], h, s, 1)
+
+    def fixed(lr: Tensor) -> Tensor:
+        return vmap(lambda t: 0.5 * (h * spread(lr, h, start, t)).sum())(steps)
+
+    grid = torch.logspace(-3, 0, 200, dtype=h.dtype)
+    best = grid[vmap(fixed)(grid)[:, -1].argmin()]
+    return Way(torch.stack(losses), torch.stack(lrs)), Way(fixed(best), best.expand(len(steps)))
+
+
+def report(settings: Quadratic, found: dict[str, Found], out: Path) -> dict[str, run.Figure]:
+    """Print dJ/dlr by horizon, and how two ways to choose a learning rate end; return the figures."""
+    figures: dict[str, run.Figure] = {}
+    rows = []
+    for name, judged in found.items():
+        for steps, mean, error in zip(settings.horizons, judged.means, judged.errors, strict=True):
+            exact = judged.expected[steps - 1]
+            verdict = "raise it" if exact < 0 else "lower it"
+            rows.append([name, str(steps), f"{mean:+.2f} ± {error:.2f}", f"{exact:+.2f}", verdict])
+            figures[f"quadratic_{name}_dlr_t{steps}"] = round(mean.item(), 4)
+            figures[f"quadratic_{name}_dlr_t{steps}_expected"] = round(exact.item(), 4)
+        figures[f"quadratic_{name}_flip_horizon"] = judged.flip
+    title = f"Noisy quadratic: mean dJ/dlr of {settings.samples} runs ± standard error, its expectation, a verdict"
+    run.show(out, title, ["where", "T", "by adjoint", "expected", "the lr?"], rows)
+    greedy, fixed = race(settings)
+    figures["quadratic_race_greedy"] = round(greedy.losses[-1].item(), 4)
+    figures["quadratic_race_fixed"] = round(fixed.losses[-1].item(), 4)
+    return figures
+
+
+def draw(settings: Quadratic, found: dict[str, Found], out: Path) -> None:
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    panels = figure.subplots(1, len(found) + 1)
+    for axes, (name, judged) in zip(panels, found.items(), strict=False):
+        draw_slopes(axes, settings, SITUATIONS[name], judged)
+    axes, ways = panels[-1], race(settings)
+    for way, label, colour in zip(
+        ways, ("best lr for the next step", "best fixed lr"), (ORANGE, BLUE), strict=True
+    ):
+        axes.loglog(range(1, settings.race + 2), way.losses, color=colour, linewidth=2, label=label)
+    axes.set_title("What greed costs, from far away")
+    axes.set_xlabel("steps + 1")
+    axes.set_ylabel("expected loss above its floor")
+    axes.legend()
+    figure.savefig(out / "quadratic.png", dpi=110)
+
+
+def draw_slopes(axes: Axes, settings: Quadratic, situation: Situation, judged: Found) -> None:
+    every = range(1, len(judged.expected) + 1)
+    axes.fill_between(every, judged.expected.clamp(max=0), color=BLUE, alpha=0.15, linewidth=0)
+    axes.fill_between(every, judged.expected.clamp(min=0), color=ORANGE, alpha=0.15, linewidth=0)
+    axes.plot(every, judged.expected, color="black", linewidth=1, label="expectation, closed form")
+    axes.errorbar(
+        settings.horizons,
+        judged.means,
+        yerr=2 * judged.errors,
+        color=GREEN,
+        marker="o",
+        linestyle="",
+        capsize=4,
+        label=f"adjoint, {settings.samples} runs, ± 2 standard errors",
+    )
+    axes.axhline(0, color="black", linewidth=0.8)
+    if judged.flip:
+        axes.axvline(judged.flip, color="grey", linestyle=":")
+        axes.annotate(f"flips at T = {judged.flip}", (judged.flip, 0), (6, 6), textcoords="offset points")
+    axes.set_xscale("log")
+    axes.set_title(situation.label)
+    axes.set_xlabel("T, steps until the loss that counts")
+    axes.set_ylabel("dJ/dlr (below 0: raise the lr, above: lower it)")
+    axes.legend(fontsize="small")

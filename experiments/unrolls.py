@@ -1,0 +1,269 @@
+"""One training, unrolled: every way to differentiate through its steps, and the memory that a way takes."""
+
+import copy
+import ctypes
+import gc
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile
+
+from metafop import Momentum, Training, functional
+from metafop.hypergradients import Adjoint
+from metafop.optimizers.reversible import ReversibleMomentum
+from metafop.types import Carry, Estimate, Estimator
+
+Batch = tuple[Tensor, Tensor]
+Grads = dict[str, Tensor]  # of the outer loss, in the learning rate of each parameter
+Way = Callable[[Sequence[Batch]], Grads]  # one step for each batch
+
+LR, DECAY, CLASSES = 0.01, 0.9, 10
+PEERS = ("higher", "torchopt")
+COMPILED = ("fast", "frugal", "log", "fast, forward")
+WINDOW = 20  # batches between two looks into the profiler's record
+
+
+class Unroll(NamedTuple):
+    """What every way starts from: a model, a batch for each step, and one for the outer loss."""
+
+    model: nn.Sequential
+    batches: list[Batch]
+    outer: Batch
+
+
+class Case(NamedTuple):
+    """A network, what it is given, for how many steps, and in how many rounds this is measured."""
+
+    model: Callable[[], nn.Sequential]
+    shape: tuple[int, ...]
+    batch: int
+    horizon: int
+    rounds: int
+
+    def unroll(self, seed: int) -> Unroll:
+        torch.manual_seed(seed)  # nn.Module draws its first weights from the global generator
+        generator = Generator().manual_seed(seed)
+        *batches, outer = draw_batches(self.horizon + 1, self.batch, self.shape, generator)
+        return Unroll(self.model(), batches, outer)
+
+
+def convnet(channels: int) -> nn.Sequential:
+    """Return three 3×3 layers with batch norm, the mean over positions, and a linear layer."""
+    layers: list[nn.Module] = []
+    for (inputs, outputs), stride in zip(
+        pairwise([3, channels, 2 * channels, 2 * channels]), [1, 2, 2], strict=True
+    ):
+        conv = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        layers += [conv, nn.BatchNorm2d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * channels, CLASSES))
+
+
+def draw_batches(count: int, size: int, shape: Sequence[int], generator: Generator) -> list[Batch]:
+    """Return random inputs with random labels: what is learned does not matter here."""
+    return [
+        (
+            torch.randn(size, *shape, generator=generator),
+            torch.randint(CLASSES, (size,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def batch_loss(model: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def ways(unroll: Unroll, compiled: bool) -> dict[str, Way]:
+    """Return ours, then the peers', the loop that these amount to, and training alone, the floor."""
+    # One training for all of ours, so that they share what is compiled for it.
+    estimate = estimates(unroll, Momentum())
+    adjoints = {
+        "fast": Adjoint(keep="all", compile=compiled),
+        "frugal": Adjoint(keep="sqrt", compile=compiled),
+        "log": Adjoint(keep="log", compile=compiled),
+        "fast, forward": Adjoint(keep="all", compile=compiled, over="forward"),
+        "fast, eager": Adjoint(keep="all"),
+    }
+    others = {"higher": by_higher, "torchopt": by_torchopt, "loop": by_loop, "training": training_alone}
+    return {name: partial(_rate_grads, estimate, adjoint) for name, adjoint in adjoints.items()} | {
+        name: partial(way, unroll) for name, way in others.items()
+    }
+
+
+def estimates(
+    unroll: Unroll, optimizer: Momentum | ReversibleMomentum
+) -> Callable[[Estimator, Sequence[Batch]], Estimate]:
+    """Return a function that gives what an estimator makes of some batches."""
+    loss, params, buffers = functional.from_module(unroll.model, batch_loss)
+    training = Training(loss, optimizer)
+    meta = training.meta(params, optimizer.hyper(lr=dict.fromkeys(params, LR), decay=DECAY))
+    carry = training.init(params, buffers)
+
+    def outer_loss(carry: Carry) -> Tensor:
+        return loss(carry.params, carry.buffers, unroll.outer)[0]
+
+    return lambda estimator, batches: estimator(training, outer_loss, meta, carry, batches)
+
+
+def by_loop(unroll: Unroll, batches: Sequence[Batch]) -> Grads:
+    """Differentiate a loop of torch.autograd.grad, written by hand: v' = decay v + g, θ' = θ - lr v'."""
+    loss, lr, params = _differentiable(unroll)
+    velocity = [torch.zeros_like(p) for p in params]
+    for batch in batches:
+        grads = torch.autograd.grad(loss(params, batch), params, create_graph=True)
+        velocity = [torch.add(g, v, alpha=DECAY) for g, v in zip(grads, velocity, strict=True)]
+        params = [
+            torch.addcmul(p, rate, v, value=-1)
+            for p, rate, v in zip(params, lr.values(), velocity, strict=True)
+        ]
+    return _grads(loss(params, unroll.outer), lr)
+
+
+def by_higher(unroll: Unroll, batches: Sequence[Batch]) -> Grads:
+    """A group of torch.optim.SGD for each parameter, so that each has a learning rate to override."""
+    import higher  # only this experiment needs the peers
+
+    lr = _rates(unroll.model)
+    groups = [{"params": [p]} for p in unroll.model.parameters()]
+    optimizer = torch.optim.SGD(groups, lr=LR, momentum=DECAY)
+    override = {"lr": list(lr.values())}
+    with higher.innerloop_ctx(unroll.model, optimizer, override=override) as (model, differentiable):
+        for batch in batches:
+            differentiable.step(batch_loss(model, batch))
+        return _grads(batch_loss(model, unroll.outer), lr)
+
+
+def by_torchopt(unroll: Unroll, batches: Sequence[Batch]) -> Grads:
+    """Its momentum, then each parameter's own learning rate: less work than an `sgd` for each parameter."""
+    import torchopt
+    from torchopt.transform import trace
+
+    loss, lr, params = _differentiable(unroll)
+    negative = [-rate for rate in lr.values()]
+
+    def scale(updates, state, *, params=None, inplace=True):
+        return [rate * u for rate, u in zip(negative, updates, strict=True)], state
+
+    by_rate = torchopt.base.GradientTransformation(lambda params: torchopt.base.EmptyState(), scale)
+    optimizer = torchopt.chain(trace(momentum=DECAY), by_rate)
+    state = optimizer.init(params)
+    for batch in batches:
+        grads = torch.autograd.grad(loss(params, batch), params, create_graph=True)
+        updates, state = optimizer.update(list(grads), state, inplace=False)
+        params = torchopt.apply_updates(params, updates, inplace=False)
+    return _grads(loss(params, unroll.outer), lr)
+
+
+def training_alone(unroll: Unroll, batches: Sequence[Batch]) -> Grads:
+    """Train as everybody does, and differentiate nothing."""
+    model = copy.deepcopy(unroll.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=DECAY)
+    for batch in batches:
+        optimizer.zero_grad()
+        batch_loss(model, batch).backward()
+        optimizer.step()
+    with torch.no_grad():
+        batch_loss(model, unroll.outer)
+    return {}
+
+
+def _rate_grads(
+    estimate: Callable[[Estimator, Sequence[Batch]], Estimate], estimator: Estimator, batches: Sequence[Batch]
+) -> Grads:
+    return estimate(estimator, batches).grads.hyper.lr
+
+
+def _rates(model: nn.Module) -> Grads:
+    return {name: torch.tensor(LR, requires_grad=True) for name, _ in model.named_parameters()}
+
+
+def _differentiable(
+    unroll: Unroll,
+) -> tuple[Callable[[list[Tensor], Batch], Tensor], Grads, list[Tensor]]:
+    """Return the loss as a function of the parameters, their learning rates, and the first of them."""
+    model, lr = unroll.model, _rates(unroll.model)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}  # written into
+
+    def loss(params: list[Tensor], batch: Batch) -> Tensor:
+        state = dict(zip(lr, params, strict=True)) | buffers
+        return batch_loss(lambda inputs: functional_call(model, state, inputs), batch)
+
+    return loss, lr, [p.detach().requires_grad_() for p in model.parameters()]
+
+
+def _grads(value: Tensor, lr: Grads) -> Grads:
+    return dict(zip(lr, torch.autograd.grad(value, list(lr.values())), strict=True))
+
+
+def peak_of_tensors(function: Callable[[Sequence[Batch]], Any], batches: Sequence[Batch]) -> int:
+    """Return the most bytes of tensors there are at once in `function(batches)`, above those before it."""
+    watched = _Watched(batches)
+    watched.start()
+    function(watched)
+    watched.stop()
+    return watched.peak
+
+
+def peak_resident(function: Callable[[], Any]) -> int | None:
+    """Return by how much the process grows at the most, in bytes, or None where Linux does not say.
+
+    What it has freed but kept for itself is given back first: it would be used again unseen.
+    """
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    except (AttributeError, OSError):
+        return None
+    before = _most_resident()
+    function()
+    return _most_resident() - before
+
+
+def _most_resident() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+
+class _Watched(Sequence[Batch]):
+    """Batches which, as they are asked for, add up every allocation and every release of torch so far.
+
+    Not all in the end: the profiler's record of a long unroll would take many gigabytes.
+    """
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.batches, self.asked = batches, 0
+        self.now = self.peak = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, t: Any) -> Any:
+        self.asked += 1
+        if self.asked % WINDOW == 0:
+            gc.disable()  # a release while nothing is recorded would be missed
+            self.stop()
+            self.start()
+            gc.enable()
+        return self.batches[t]
+
+    def start(self) -> None:
+        self.recording = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self.recording.start()
+
+    def stop(self) -> None:
+        self.recording.stop()
+        record: Any = self.recording.profiler  # torch's stubs leave out `nbytes`
+        events = record.kineto_results.events()
+        changes = sorted(
+            (e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]"
+        )
+        totals = list(accumulate((size for *_, size in changes), initial=self.now))
+        self.now, self.peak = totals[-1], max(self.peak, *totals)

@@ -1,0 +1,255 @@
+"""Evolution: no derivative at all, only the losses of particles that train with a meta moved a little."""
+
+from __future__ import annotations  # torch.compile does not follow annotations of inner functions
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from metafop import tree
+from metafop.hypergradients.forward import Learned, check_learn, left_out, named_parts
+from metafop.hypergradients.unroll import batch_at, horizon, outer_value
+from metafop.optimizers import Free
+from metafop.preconditioners import clocks
+from metafop.types import Batch, Domain, Estimate, Meta, OuterLoss, Trains
+
+
+class EvolutionCarry(NamedTuple):
+    """The carries of all particles, stacked: those that add perturbations, then those that subtract.
+
+    `perturbations` holds by name what each pair has added up since the start, ξ, and is `()` before the
+    first window; `rng` is the state of a generator.
+    """
+
+    carries: Any
+    perturbations: Learned | tuple[()]
+    rng: Tensor
+
+
+@dataclass(frozen=True)
+class Evolution:
+    """Persistent evolution strategies (Vicol, Metz & Sohl-Dickstein, 2021), in antithetic pairs.
+
+    ε ~ N(0, σ²),    ξ' = ξ + ε,    L± = outer loss after a window with z ± ε
+    ∂value/∂z ≈ mean over pairs of ξ' (L+ - L-) / (2σ²)    (docs/math.md, 23)
+
+    Every particle goes on from its own last window. As ξ remembers them all, this estimates the derivative
+    through all steps so far, without the bias of one that sees a single window; and as it is that of a loss
+    smoothed by perturbations, it stays moderate where derivatives explode. It is noisy:
+    `info["standard_error"]` says how much. `learn` names the parts, each name a leaf of meta or the start of
+    some; None means all.
+
+    z is the coordinate in which a leaf is learned: log lr, logit decay, matrices as they are. What has none
+    is not perturbed: a value on the boundary of its range, the time of a `Rescaled` family. A pair is left
+    out while one of its losses is not finite. Notes say so.
+
+    >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
+    >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
+    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.25)), training.init(params)
+    >>> evolution, end = Evolution(pairs=1000), lambda carry: carry.params["w"].sum()
+    >>> state = evolution.init(carry, torch.Generator().manual_seed(0))
+    >>> first = evolution(training, end, meta, state, [torch.ones(1)])
+    >>> second = evolution(training, end, meta, first.carry, [torch.ones(1)])
+    >>> error = second.grads.hyper.lr - 2  # w = 1 - (1 - 2 lr)², through both windows
+    >>> bool(error.abs() < 3 * second.info["standard_error"].hyper.lr)
+    True
+    """
+
+    learn: tuple[str, ...] | None = None
+    pairs: int = 32
+    sigma: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_learn("Evolution", self.learn)
+        if not isinstance(self.pairs, int) or self.pairs < 2:
+            raise ValueError(
+                f"Evolution takes two pairs or more, to see how far they differ, got pairs={self.pairs!r}. "
+                "Pass an integer, such as 32."
+            )
+        if not 0 < self.sigma < math.inf:
+            raise ValueError(
+                f"Evolution takes a sigma above zero, got {self.sigma!r}. Pass one such as 0.01."
+            )
+
+    def init(self, carry: Any, rng: Generator) -> EvolutionCarry:
+        """Return particles that all start from `carry`, with a generator of their own that `rng` seeds."""
+        if not isinstance(rng, Generator):
+            raise TypeError(
+                f"evolution.init takes a torch.Generator, got {rng!r}. "
+                "Pass torch.Generator().manual_seed(seed)."
+            )
+        seed = int(torch.randint(2**62, (), generator=rng, device=rng.device))
+        return EvolutionCarry(
+            tree.stack(2 * self.pairs * [carry]), (), Generator().manual_seed(seed).get_state()
+        )
+
+    def __call__(
+        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Sequence[Batch]
+    ) -> Estimate:
+        self._check_carry(carry)
+        steps = horizon(training, meta, tree.map(lambda x: x[0], carry.carries), batches)
+        leaves, notes = self._leaves(training, meta)
+        noise, rng = self._drawn(leaves, carry.rng)
+        sums = _added(carry.perturbations, noise)
+
+        def unrolled(noise: Learned, carry: Any) -> tuple[Tensor, Any, Tensor]:
+            moved, values = tree.replace(meta, {k: leaf.moved(noise[k]) for k, leaf in leaves.items()}), []
+            for t in range(steps):
+                seen = training.evaluate(carry, batch_at(batches, t))
+                carry, _ = training.advance(moved, carry, seen)
+                values.append(seen.value)
+            return outer_value(outer_loss, carry), carry, torch.stack(values)
+
+        both = {name: torch.cat([x, -x]) for name, x in noise.items()}
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no rule for vmap
+            (losses, carries, values), slow = _for_each(unrolled, both, carry.carries)
+
+        plus, minus = losses.chunk(2)
+        slopes = (plus - minus) / (2 * self.sigma**2)
+        kept, zeros = slopes.isfinite(), tree.zeros_like(meta)
+        each = {name: leaf.chained(_column(slopes, sums[name]) * sums[name]) for name, leaf in leaves.items()}
+        grads = tree.replace(zeros, {name: _mean(x, kept) for name, x in each.items()})
+        errors = tree.replace(zeros, {name: _standard_error(x, kept) for name, x in each.items()})
+        overflow, note = _overflow(values, kept)
+        info = {
+            "values": _mean(values, values.isfinite()),
+            "standard_error": errors,
+            "overflow": torch.tensor(overflow),
+            "notes": tuple(note for note in (*notes, slow, note) if note),
+        }
+        return Estimate(_mean((plus + minus) / 2, kept), grads, EvolutionCarry(carries, sums, rng), info)
+
+    def _check_carry(self, carry: Any) -> None:
+        if not isinstance(carry, EvolutionCarry):
+            raise TypeError(
+                f"Evolution takes the particles of an EvolutionCarry, got a {type(carry).__name__}. "
+                "Pass evolution.init(carry, generator)."
+            )
+        particles = len(tree.leaves(carry.carries)[0])
+        if particles != 2 * self.pairs:
+            raise ValueError(
+                f"Evolution(pairs={self.pairs}) has {2 * self.pairs} particles, but this EvolutionCarry "
+                f"holds {particles}. Start again with evolution.init(carry, generator)."
+            )
+
+    def _leaves(self, training: Trains, meta: Meta) -> tuple[dict[str, _Leaf], list[str]]:
+        """Return the leaves that are perturbed, and what is to be said of the others."""
+        learned = named_parts("Evolution", self.learn, meta)
+        passing = {name for k, m in meta.precond.items() for name in clocks(m, f"precond.{k}")}
+        leaves = {k: _Leaf(x, _domain(training, k)) for k, x in learned.items() if k not in passing}
+        stuck = [k for k, leaf in leaves.items() if not leaf.inside.all()]
+        if all(not leaf.inside.any() for leaf in leaves.values()):
+            raise ValueError(
+                f"Evolution has nothing to perturb: {', '.join(learned)} lie on the boundary of their range, "
+                "or are times, which pass. Name something in learn that can move."
+            )
+        why = {"what lies on the boundary of its range": stuck, "times, which pass": passing & learned.keys()}
+        notes = [
+            f"Zeros stand for the derivatives in {k}: {', '.join(sorted(v))}." for k, v in why.items() if v
+        ]
+        return leaves, [left_out(meta, learned), *notes]
+
+    def _drawn(self, leaves: dict[str, _Leaf], state: Tensor) -> tuple[Learned, Tensor]:
+        """Return ε for each pair, and the state of the generator after."""
+        rng = Generator()
+        rng.set_state(state.cpu())
+        return {
+            name: leaf.drawn(self.pairs, self.sigma, rng) for name, leaf in leaves.items()
+        }, rng.get_state()
+
+
+evolution = Evolution()
+
+
+class _Leaf(NamedTuple):
+    """A leaf of meta, and the domain that gives it a coordinate z."""
+
+    value: Tensor
+    domain: Domain
+
+    @property
+    def inside(self) -> Tensor:
+        """Whether each number has a coordinate: on the boundary of the domain it has none."""
+        return self.domain.coordinate(self.value).isfinite()
+
+    def drawn(self, pairs: int, sigma: float, rng: Generator) -> Tensor:
+        """Return ε ~ N(0, σ²) for each pair."""
+        # Always on the CPU, whose generator gives the same numbers wherever training runs.
+        noise = torch.randn(pairs, *self.value.shape, dtype=self.value.dtype, generator=rng)
+        return torch.where(self.inside, sigma * noise.to(self.value.device), 0.0)
+
+    def moved(self, noise: Tensor) -> Tensor:
+        """Return x(z + ε)."""
+        z = self.domain.coordinate(self.value)
+        return torch.where(self.inside, self.domain.moved(self.value, z, z + noise), self.value)
+
+    def chained(self, derivative: Tensor) -> Tensor:
+        """Return the derivative in x, given that in z: divided by dx/dz."""
+        slope = self.domain.chain(self.value, torch.ones_like(self.value))
+        return torch.where(self.inside, (derivative / slope).to(self.value.dtype), 0.0)
+
+
+def _domain(training: Trains, name: str) -> Domain:
+    part, _, rest = name.partition(".")
+    return training.domains[rest.partition(".")[0]] if part == "hyper" else Free()
+
+
+def _added(perturbations: Learned | tuple[()], noise: Learned) -> Learned:
+    if not perturbations:
+        return noise
+    if perturbations.keys() != noise.keys():
+        raise ValueError(
+            f"This EvolutionCarry has perturbations of {', '.join(perturbations)}, but {', '.join(noise)} "
+            "are learned. Start again with evolution.init(carry, generator)."
+        )
+    return {name: perturbations[name] + x for name, x in noise.items()}
+
+
+def _for_each(function: Callable[..., Any], *stacked: Any) -> tuple[Any, str]:
+    """Return `vmap(function)(*stacked)`; one after another, and a sentence, where torch cannot vmap."""
+    try:
+        return vmap(function)(*stacked), ""
+    except RuntimeError as error:
+        if "atching rule not implemented" not in str(error):
+            raise
+        reason = str(error).split(". ")[0]
+    particles = range(len(tree.leaves(stacked)[0]))
+    results = [function(*tree.map(lambda x, i=i: x[i], stacked)) for i in particles]
+    return tree.stack(results), f"Trained one particle after another, because vmap failed: {reason}."
+
+
+def _column(x: Tensor, beside: Tensor) -> Tensor:
+    """Return x with as many dimensions as `beside`, which has x's and then others."""
+    return x.reshape(*x.shape, *[1] * (beside.dim() - x.dim()))
+
+
+def _mean(x: Tensor, kept: Tensor) -> Tensor:
+    """Return the mean over the first dimension of what is kept."""
+    return torch.where(_column(kept, x), x, 0.0).sum(0) / kept.sum(0)
+
+
+def _standard_error(x: Tensor, kept: Tensor) -> Tensor:
+    """Return that of the mean: √(Σ (x - mean)² / (n (n - 1)))."""
+    return (_mean((x - _mean(x, kept)).square(), kept) / (kept.sum() - 1)).sqrt()
+
+
+def _overflow(values: Tensor, kept: Tensor) -> tuple[int, str]:
+    """Return the step at which a loss was not finite first, or -1, and a sentence."""
+    plus, minus = values.isfinite().chunk(2)
+    finite = torch.cat([plus & minus, kept[:, None]], 1)  # (pairs, T + 1)
+    if finite.all():
+        return -1, ""
+    step, steps = int((~finite.all(0)).nonzero()[0]), values.shape[1]
+    seen, out = int((~finite.all(1)).sum()), int((~kept).sum())
+    first = f"at step {step} of {steps}" if step < steps else f"after all {steps} steps"
+    none = "" if kept.any() else ", so that there is none, and NaN stands for it"
+    return step, (
+        f"In {seen} of {len(kept)} pairs a loss is not finite, first {first}: {out} are left out of the "
+        f"estimate{none}. Take a smaller sigma or lr, and start again with evolution.init(carry, generator)."
+    )

@@ -1,0 +1,234 @@
+"""Forward: how the carry depends on meta goes along with training. Memory does not grow with T."""
+
+from __future__ import annotations  # torch.compile does not follow annotations of inner functions
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from metafop import tree
+from metafop.hypergradients.unroll import (
+    Cotangent,
+    Over,
+    batch_at,
+    findings,
+    forward_fails,
+    held,
+    horizon,
+    outer_pull,
+)
+from metafop.types import Batch, Estimate, Meta, OuterLoss, Params, Seen, Trains
+
+Learned = dict[str, Tensor]  # leaves of meta, by name
+Tangents = list[Tensor]  # for each floating-point leaf of a carry, one row for each learned number
+
+
+class ForwardCarry(NamedTuple):
+    """A carry and how it depends on meta: the next window goes on from both.
+
+    `tangents` is `()` where nothing was differentiated yet.
+    """
+
+    carry: Any
+    tangents: Tangents | tuple[()]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The exact hypergradient through T steps, going ahead: Ċ = ∂carry/∂meta is carried along.
+
+    Ċ_(t+1) = ∂step/∂carry Ċ_t + ∂step/∂meta,    ∂value/∂meta = ⟨∂value/∂carry_T, Ċ_T⟩    (docs/math.md, 22)
+
+    Every learned number has a row of Ċ, as large as a carry, and each step takes every row through one
+    Hessian-vector product: this suits few numbers and any horizon. `learn` names the parts, each name a leaf
+    of meta or the start of some; None means all. Where torch cannot differentiate the gradient forward, a
+    note says so and it is done in reverse.
+
+    From `forward.init(carry)` it goes on from window to window: each estimate is the derivative through all
+    steps so far. If meta moves in between, this is real-time recurrent learning: Ċ adds up what every step
+    did with the meta of its time. From a plain carry, Ċ starts at zero. `info["tangents"]` holds the norms of
+    Ċ_0 … Ċ_T.
+
+    >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
+    >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
+    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.25)), training.init(params)
+    >>> forward, end = Forward(learn=("hyper.lr",)), lambda carry: carry.params["w"].sum()
+    >>> first = forward(training, end, meta, forward.init(carry), [torch.ones(1)])
+    >>> second = forward(training, end, meta, first.carry, [torch.ones(1)])
+    >>> second.value, second.grads.hyper.lr  # w = 1 - (1 - 2 lr)², through both windows
+    (tensor(0.7500), tensor(2.))
+    """
+
+    learn: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_learn("Forward", self.learn)
+
+    def init(self, carry: Any) -> ForwardCarry:
+        return ForwardCarry(carry, ())
+
+    def __call__(
+        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Sequence[Batch]
+    ) -> Estimate:
+        goes_on = isinstance(carry, ForwardCarry)
+        start, tangents = carry if goes_on else self.init(carry)
+        steps = horizon(training, meta, start, batches)
+        learned = named_parts("Forward", self.learn, meta)
+        tangents = _fitting(tangents, start, learned)
+        after, values, sizes = start, [], [tree.norm(tangents)]
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+            reason = forward_fails(training, start, batch_at(batches, 0))
+            step = _StepAhead(training, meta, learned, _ways(learned), "reverse" if reason else "forward")
+            for t in range(steps):
+                after, value, tangents = step(after, batch_at(batches, t), tangents)
+                values.append(value)
+                sizes.append(tree.norm(tangents))
+            value, cotangent = outer_pull(outer_loss, after)
+            info = findings(outer_loss, start, after, value, values)
+        grads = tree.replace(tree.zeros_like(meta), _contracted(tangents, cotangent, learned))
+        notes = tuple(note for note in (reason, left_out(meta, learned), *info["notes"]) if note)
+        info = _overflow(info | {"tangents": torch.stack(sizes), "notes": notes}, grads)
+        return Estimate(value, grads, ForwardCarry(after, tangents) if goes_on else after, info)
+
+
+def check_learn(owner: str, learn: tuple[str, ...] | None) -> None:
+    if learn is not None and (not isinstance(learn, tuple) or not learn):
+        raise ValueError(
+            f"{owner} learns a tuple of names, or all for None, got learn={learn!r}. "
+            'Pass for example ("precond", "hyper.lr").'
+        )
+
+
+def named_parts(owner: str, learn: tuple[str, ...] | None, meta: Meta) -> Learned:
+    """Return the leaves of meta that `learn` names; all for None."""
+    names, found = tree.named(meta), set()
+    for part in names if learn is None else learn:
+        fitting = {name for name in names if name == part or name.startswith(f"{part}.")}
+        if not fitting:
+            raise ValueError(
+                f"{owner} is to learn {part!r}, but meta holds only {sorted(names)}. "
+                "Name one of these or the start of one."
+            )
+        found |= fitting
+    return {name: leaf for name, leaf in names.items() if name in found}
+
+
+def left_out(meta: Meta, learned: Learned) -> str:
+    """Say what is not learned, if there is any."""
+    others = ", ".join(name for name in tree.named(meta) if name not in learned)
+    return others and f"Zeros stand for the derivatives in what learn does not name: {others}."
+
+
+forward = Forward()
+
+
+@dataclass(frozen=True)
+class _StepAhead:
+    """One step ahead: the carry after it, the loss that it saw, and the tangents of the carry.
+
+    ġ = H θ̇,    Ċ' = ∂advance/∂carry Ċ + ∂advance/∂g ġ + ∂advance/∂meta
+
+    H θ̇ is the tangent of the gradient (`over="forward"`) or, H being symmetric, a pullback of it.
+    """
+
+    training: Trains
+    meta: Meta
+    learned: Learned
+    ways: Learned  # the direction of every learned number, one a row
+    over: Over
+
+    def __call__(self, carry: Any, batch: Batch, tangents: Tangents) -> tuple[Any, Tensor, Tangents]:
+        floats, rebuild = tree.partition(carry)
+        d_params = rebuild(tangents).params
+        seen, d_grads = self._evaluate(carry, batch, d_params)
+        d_value = _dots(list(d_params.values()), [seen.grads[k] for k in d_params]).to(seen.value.dtype)
+
+        def advance(learned: Learned, floats: list[Tensor], grads: Params, value: Tensor) -> tuple[Any, Any]:
+            before, looked_at = held(rebuild(floats)), Seen(value, grads, seen.buffers)
+            after, _ = self.training.advance(tree.replace(self.meta, learned), before, looked_at)
+            return tree.partition(after)[0], after
+
+        here = (self.learned, floats, seen.grads, seen.value)
+        tangents, after = _pushed(advance, here, (self.ways, tangents, d_grads, d_value))
+        return after, seen.value, tangents
+
+    def _evaluate(self, carry: Any, batch: Batch, d_params: Params) -> tuple[Seen, Params]:
+        """Return what is seen, and the tangents of the gradient."""
+        params = list(carry.params.values())
+
+        def evaluate(now: Params) -> tuple[Params, Seen]:
+            seen = self.training.evaluate(tree.swap(carry, params, list(now.values())), batch)
+            return seen.grads, seen
+
+        if self.over == "forward":
+            d_grads, seen = _pushed(evaluate, (carry.params,), (d_params,))
+            return seen, d_grads
+        pull = vjp(lambda now: evaluate(now)[0], carry.params)[1]
+        return self.training.evaluate(carry, batch), vmap(pull)(d_params)[0]
+
+
+def _pushed(function: Callable[..., tuple[Any, Any]], here: tuple, along: tuple) -> tuple[Any, Any]:
+    """Return the tangents of a function along each row, and what it returns besides."""
+    push: Callable[..., Any] = vmap(lambda *way: jvp(function, here, way, has_aux=True)[1:])
+    tangents, besides = push(*along)
+    # Computed once: only tangents differ from row to row, and vmap shows one tensor as if there were many.
+    return tangents, tree.map(lambda x: x[0], besides)
+
+
+def _dots(rows: list[Tensor], x: list[Tensor]) -> Tensor:
+    """Return ⟨row, x⟩ for each row."""
+    products = [row.reshape(len(row), -1) @ leaf.flatten() for row, leaf in zip(rows, x, strict=True)]
+    return torch.stack(products).sum(0)
+
+
+def _ways(learned: Learned) -> Learned:
+    """Return the direction of every learned number, one a row: the identity, cut into leaves."""
+    numbers, start, ways = _numbers(learned), 0, {}
+    for name, leaf in learned.items():
+        identity = torch.eye(numbers, dtype=leaf.dtype, device=leaf.device)
+        ways[name] = identity[:, start : start + leaf.numel()].reshape(numbers, *leaf.shape)
+        start += leaf.numel()
+    return ways
+
+
+def _fitting(tangents: Tangents | tuple[()], carry: Any, learned: Learned) -> Tangents:
+    """Return the tangents to start from, zeros if there are none."""
+    floats, _ = tree.partition(carry)
+    shapes = [(_numbers(learned), *leaf.shape) for leaf in floats]
+    if tangents and [tuple(d.shape) for d in tangents] != shapes:
+        raise ValueError(
+            f"This ForwardCarry has tangents for {len(tangents[0])} numbers, but {_numbers(learned)} are "
+            f"learned ({', '.join(learned)}). Start again with forward.init(carry.carry)."
+        )
+    return list(tangents) or [leaf.new_zeros(shape) for leaf, shape in zip(floats, shapes, strict=True)]
+
+
+def _numbers(learned: Learned) -> int:
+    return sum(leaf.numel() for leaf in learned.values())
+
+
+def _contracted(tangents: Tangents, cotangent: Cotangent, learned: Learned) -> Learned:
+    """Return ⟨∂value/∂carry, Ċ⟩ for every learned number, each in its place."""
+    parts = _dots(tangents, cotangent).split([leaf.numel() for leaf in learned.values()])
+    return {
+        name: part.view(leaf.shape).to(leaf.dtype)
+        for (name, leaf), part in zip(learned.items(), parts, strict=True)
+    }
+
+
+def _overflow(info: dict[str, Any], grads: Meta) -> dict[str, Any]:
+    """Return info with a note if the hypergradient overflowed where training did not."""
+    if tree.is_transforming() or info["overflow"] >= 0 or tree.all_finite(grads):
+        return info
+    steps = len(info["values"])
+    step = next((t for t, size in enumerate(info["tangents"]) if not size.isfinite()), steps)
+    note = (
+        f"The hypergradient overflowed: ∂carry/∂meta is not finite after {step} of {steps} steps. "
+        "Use a shorter horizon, a smaller lr, or evolution."
+    )
+    return info | {"overflow": torch.tensor(step), "notes": (*info["notes"], note)}

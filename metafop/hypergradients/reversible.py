@@ -1,0 +1,129 @@
+"""Exact reversal: a sweep ahead that keeps nothing, and a sweep back that undoes one step after the other."""
+
+from __future__ import annotations  # torch.compile does not follow annotations of inner functions
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metafop import tree
+from metafop.hypergradients.unroll import StepBack, batch_at, findings, horizon, outer_pull
+from metafop.training import Training
+from metafop.types import Batch, Carry, Estimate, Meta, OuterLoss, Params, Reversible, Trains
+
+
+def reversible(
+    training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Sequence[Batch]
+) -> Estimate:
+    """Return the exact hypergradient through T steps from the last carry alone (Maclaurin et al., 2015).
+
+    carry_t = undo(carry_(t+1)),    (∂value/∂meta, λ_t) += pullback of step t of λ_(t+1)
+
+    Every bit is that of `adjoint`, whose step back this takes, for one gradient more a step. Memory does not
+    grow with T but by the optimizer's full stores: info has "buffer_bits", those of all words of its stores,
+    saved and in use, and "bits_per_parameter_step", the same divided by parameters and steps.
+
+    Buffers cannot be undone, and the last ones stand in for all: right wherever the gradient does not
+    depend on them, as batch norm's in training mode. That the sweep came back to the start is checked.
+
+    >>> from metafop.optimizers import ReversibleMomentum
+    >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
+    >>> ball, params = ReversibleMomentum(), {"w": torch.zeros(1)}
+    >>> training = Training(loss, ball)
+    >>> meta, carry = training.meta(params, ball.hyper(lr=0.25, decay=0.5)), training.init(params)
+    >>> batches = 2 * [torch.ones(1)]
+    >>> estimate = reversible(training, lambda carry: carry.params["w"].sum(), meta, carry, batches)
+    >>> estimate.value, estimate.grads.hyper.lr  # w = 1 - (1 - 2 lr)² + lr
+    (tensor(1.), tensor(3.))
+    """
+    path = _path(training, meta, carry, batches)
+    steps = horizon(training, meta, carry, batches)
+    last, values, saved = path.ahead()
+    words = sum(x.numel() for x in tree.leaves((last.params, saved)))  # a store has one for each number
+    value, cotangent = outer_pull(outer_loss, last)
+    grads, sizes = tree.zeros_like(meta), [tree.norm(cotangent)]
+    step_back = StepBack(training)
+    for before, batch in path.back(last, saved):
+        d_meta, cotangent = step_back(meta, before, batch, cotangent)
+        grads = tree.add(grads, d_meta)
+        sizes.append(tree.norm(cotangent))
+    info = findings(outer_loss, carry, last, value, values, sizes[::-1])
+    info["buffer_bits"] = torch.tensor(64 * words)
+    info["bits_per_parameter_step"] = info["buffer_bits"] / (
+        steps * sum(p.numel() for p in last.params.values())
+    )
+    return Estimate(value, grads, last, info)
+
+
+@dataclass(frozen=True)
+class _Path:
+    """The steps that start from `carry`, to be taken and undone."""
+
+    training: Training
+    optimizer: Reversible
+    meta: Meta
+    carry: Carry
+    batches: Sequence[Batch]
+
+    def ahead(self) -> tuple[Carry, list[Tensor], dict[int, Params]]:
+        """Return the carry after all steps, the loss that each saw, and the stores that each emptied."""
+        now, values, saved = self.carry, [], {}
+        for t in range(len(self.batches)):
+            if emptied := self.optimizer.emptied(self.meta.hyper, now.opt):
+                saved[t] = emptied
+            seen = self.training.evaluate(now, batch_at(self.batches, t))
+            now, _ = self.training.advance(self.meta, now, seen)
+            values.append(seen.value)
+        if not tree.all_finite(now.params):
+            raise ArithmeticError(
+                f"reversible cannot undo {len(values)} steps of {self.optimizer} whose end is not finite: "
+                "training diverged, or left the range that is exact. Take a smaller lr, or fewer bits."
+            )
+        return now, values, saved
+
+    def back(self, last: Carry, saved: dict[int, Params]) -> Iterator[tuple[Carry, Batch]]:
+        """Yield the carry before each step, and its batch, from the last step to the first."""
+        now = last
+        for t in reversed(range(1, len(self.batches))):
+            batch = batch_at(self.batches, t)
+            params, half = self.optimizer.before(self.meta.hyper, now.params, now.opt)
+            seen = self.training.evaluate(Carry(params, half, last.buffers), batch)
+            direction = self.training.precondition(self.meta.precond, seen.grads)
+            opt = self.optimizer.undo(self.meta.hyper, params, half, direction, saved.pop(t, {}))
+            now = Carry(params, opt, last.buffers)
+            yield now, batch
+        first = batch_at(self.batches, 0)
+        self._check(now, first)
+        yield self.carry, first
+
+    def _check(self, now: Carry, first: Batch) -> None:
+        """Refuse a sweep that does not arrive, bit for bit, where the first step led.
+
+        That step is one to one, so if it does, to undo it as well would lead to the start.
+        """
+        after, _ = self.training.step(self.meta, self.carry, first)
+        if not all(map(torch.equal, tree.leaves(after[:2]), tree.leaves(now[:2]))):
+            raise ArithmeticError(
+                f"reversible undid {len(self.batches)} steps of {self.optimizer} without coming back to the "
+                "start: a gradient was another when taken again, because it is not deterministic or depends "
+                "on buffers, as in eval mode. Use a loss in training mode, or adjoint."
+            )
+
+
+def _path(training: Trains, meta: Meta, carry: Any, batches: Sequence[Batch]) -> _Path:
+    """Return the steps to take, or refuse those that cannot be undone."""
+    if not isinstance(training, Training) or not isinstance(training.optimizer, Reversible):
+        found = training.optimizer if isinstance(training, Training) else type(training).__name__
+        raise TypeError(
+            "reversible needs a Training whose optimizer can be undone, such as ReversibleMomentum(), "
+            f"got {found}. Use adjoint, or with little memory Adjoint(keep='log')."
+        )
+    if tree.is_transforming():
+        raise TypeError(
+            "reversible looks at values, to see when a store is full, and was called inside vmap, grad or "
+            "another transform of torch.func. Call it outside, or use adjoint."
+        )
+    return _Path(training, training.optimizer, meta, carry, batches)

@@ -1,0 +1,70 @@
+"""Truncated windows: a long training cut into short unrolls, the optimizer's state carried over."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from metafop import tree
+from metafop.hypergradients.adjoint import adjoint
+from metafop.hypergradients.unroll import horizon
+from metafop.types import Batch, Estimate, Estimator, Meta, OuterLoss, Trains
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """The mean over windows of `steps` steps of the outer loss after each, and its derivative in meta with
+    the carry that each window starts from held: what happened before it is not differentiated.
+
+    It takes the memory of one window, and cannot explode over many; it is biased toward what pays soon
+    (docs/math.md, 21). The last window is shorter if the batches say so. To learn between windows, call
+    `estimator` itself window by window: the carry that it returns starts the next.
+
+    >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
+    >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
+    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.25)), training.init(params)
+    >>> batches, outer_loss = 4 * [torch.ones(1)], lambda carry: carry.params["w"].sum()
+    >>> estimate = Truncated(steps=2)(training, outer_loss, meta, carry, batches)
+    >>> estimate.value, estimate.grads.hyper.lr
+    (tensor(0.8438), tensor(1.2500))
+    """
+
+    steps: int
+    estimator: Estimator = adjoint
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps, int) or self.steps < 1:
+            raise ValueError(f"Truncated takes windows of at least 1 step, got steps={self.steps!r}.")
+
+    def __call__(
+        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Sequence[Batch]
+    ) -> Estimate:
+        total = horizon(training, meta, carry, batches)
+        windows: list[Estimate] = []
+        for start in range(0, total, self.steps):
+            window = _Window(batches, start, min(self.steps, total - start))
+            windows.append(self.estimator(training, outer_loss, meta, carry, window))
+            carry = windows[-1].carry
+        values = torch.stack([window.value for window in windows])
+        grads = tree.map(lambda *xs: torch.stack(xs).mean(0), *[window.grads for window in windows])
+        notes = dict.fromkeys(note for window in windows for note in window.info["notes"])
+        info = {"values": torch.cat([window.info["values"] for window in windows]), "windows": values}
+        return Estimate(values.mean(), grads, carry, info | {"notes": tuple(notes)})
+
+
+@dataclass(frozen=True)
+class _Window(Sequence[Batch]):
+    """`steps` batches from `start`, each fetched when it is asked for."""
+
+    batches: Sequence[Batch]
+    start: int
+    steps: int
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, t: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]: no slices
+        if t >= self.steps:
+            raise IndexError(t)
+        return self.batches[self.start + t]

@@ -1,0 +1,132 @@
+"""Which leaves of meta are learned, in which coordinate they move, and what an optimizer makes of them."""
+
+from __future__ import annotations  # torch.compile does not follow annotations of inner functions
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metafop import checks, tree
+from metafop.optimizers.hyper import Free, extremes, fitted
+from metafop.preconditioners import aged, clocks
+from metafop.safeguards import Bound
+from metafop.types import Domain, Meta, Optimizer, Trains, Tree
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The leaves of meta that `parts` names: lr moves as log lr, decay as logit decay, M as it is.
+
+    h = dx/dz ∂x,    z' = optimizer(z, h),    x' = x(z')    (docs/math.md, 9)
+
+    Each part is a name or the start of some. The time of a `Rescaled` family is never learned: it passes, by
+    one with each step that is learned from. `learner` is who learns, in the sentences of what is refused.
+    """
+
+    learner: str
+    training: Trains
+    optimizer: Optimizer
+    parts: tuple[str, ...]
+    bounds: tuple[Bound, ...]
+
+    def check(self) -> None:
+        """Refuse settings that are of the wrong kind."""
+        checks.instance(self.learner, "an optimizer", self.optimizer)
+        if not isinstance(self.bounds, tuple):
+            raise TypeError(
+                f"{self.learner} takes a tuple of bounds, got {self.bounds!r}. Pass bounds=(...,)."
+            )
+        if not isinstance(self.parts, tuple) or not self.parts:
+            raise ValueError(
+                f"{self.learner} learns a tuple of names, got learn={self.parts!r}. "
+                'Pass for example ("precond", "hyper.lr").'
+            )
+
+    def steer(self, meta: Meta, hyper: Any) -> Meta:
+        """Return what steers the learner: the optimizer's `hyper`, as precise as what is learned."""
+        self._check_parts(meta)
+        return Meta(fitted(self.optimizer, hyper, self.of(meta)), {})
+
+    def check_steer(self, steer: Meta) -> None:
+        if steer.precond:
+            raise ValueError(
+                f"{self.learner} is steered by what {self.learner.lower()}.meta(...) returns, "
+                f"got a meta with the preconditioners of {sorted(steer.precond)}. "
+                "Pass the former; the latter is in the state already."
+            )
+
+    def init(self, meta: Meta) -> Tree:
+        """Return the optimizer's state before the first step, or refuse a leaf that could never move."""
+        self._check_parts(meta)
+        learned = self.of(meta)
+        for name, value in learned.items():
+            for place, number in extremes(name, value):
+                if not self._domain(name).inside(number):
+                    raise ValueError(
+                        f"{self.learner} cannot learn {place} from {number:g}, on the boundary of its range: "
+                        "it would stay there. Start inside, or name in learn only what is to move."
+                    )
+        return self.optimizer.init(learned)
+
+    def of(self, meta: Meta) -> dict[str, Tensor]:
+        """Return the leaves that move, by name."""
+        passing = self._clocks(meta)
+        return {
+            name: leaf
+            for name, leaf in tree.named(meta).items()
+            if name not in passing and any(name == part or name.startswith(f"{part}.") for part in self.parts)
+        }
+
+    def chained(self, meta: Meta, grads: Meta) -> Meta:
+        """Return the derivatives in the coordinates of what is learned; zero in all else."""
+        values = self.of(meta)
+        chained = {
+            name: self._domain(name).chain(values[name], h) if name in values else torch.zeros_like(h)
+            for name, h in tree.named(grads).items()
+        }
+        return tree.replace(grads, chained)
+
+    def moved(
+        self, steer: Meta, meta: Meta, opt: Tree, grads: dict[str, Tensor], moves: Tensor
+    ) -> tuple[Meta, Tree, Tensor]:
+        """Return meta and the optimizer's state after its step, and whether it was taken.
+
+        It is if it may (`moves`) and if where it leads is finite.
+        """
+        values = self.of(meta)
+        old = {name: self._domain(name).coordinate(value) for name, value in values.items()}
+        # What is not used must be finite too: a derivative through `where` multiplies it by zero.
+        usable = {name: torch.where(moves, h, 0.0) for name, h in grads.items()}
+        new, new_opt = self.optimizer.update(steer.hyper, old, opt, usable)
+        moved = {
+            name: self._domain(name).moved(value, old[name], new[name]) for name, value in values.items()
+        }
+        bounded = Meta(meta.hyper, {k: aged(m) for k, m in meta.precond.items()})
+        bounded = tree.replace(bounded, moved)
+        for bound in self.bounds:
+            bounded = bound(bounded)
+        moving = moved.keys() | self._clocks(meta)
+        new_meta = tree.replace(meta, {k: x for k, x in tree.named(bounded).items() if k in moving})
+        moves = moves & tree.all_finite(self.of(new_meta))
+        return *tree.where(moves, (new_meta, new_opt), (meta, opt)), moves
+
+    def _check_parts(self, meta: Meta) -> None:
+        names = tree.named(meta)
+        for part in self.parts:
+            if not any(name == part or name.startswith(f"{part}.") for name in names):
+                raise ValueError(
+                    f"{self.learner} is to learn {part!r}, but meta holds only {sorted(names)}. "
+                    "Name one of these or the start of one, or give the training a preconditioner to learn."
+                )
+
+    def _clocks(self, meta: Meta) -> set[str]:
+        return {name for k, m in meta.precond.items() for name in clocks(m, f"precond.{k}")}
+
+    def _domain(self, name: str) -> Domain:
+        part, _, rest = name.partition(".")
+        return self.training.domains[rest.partition(".")[0]] if part == "hyper" else _FREE
+
+
+_FREE = Free()

@@ -1,0 +1,400 @@
+"""Hypergradients through many steps, from carries alone, are those of the whole graph."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from problems import (
+    ALL_MODELS,
+    FAMILIES,
+    OPTIMIZERS,
+    assert_near,
+    assert_same_bits,
+    convnet,
+    every,
+    lstm,
+    mlp,
+    moved,
+)
+from torch import nn
+
+from metafop import Adam, Carry, Dense, Last, LowRank, Meta, Momentum, Online, Training, functional, tree
+from metafop.hypergradients import Adjoint, Truncated, adjoint, autograd, closed_form
+from metafop.hypergradients.schedule import Schedule
+
+FOUR = {k: OPTIMIZERS[k] for k in ("sgd, decayed", "heavy ball, decayed", "nesterov, decayed", "adam, short")}
+KEEPS = {
+    "all": Adjoint("all"),
+    "sqrt": Adjoint("sqrt"),
+    "log": Adjoint("log"),
+    "forward over reverse": Adjoint(over="forward"),
+}
+
+
+def unrolled(make, setting, family, generator, steps=4):
+    """Return what an estimator takes: a training, an outer loss on a batch of its own, meta, …"""
+    problem = make(generator)
+    training = problem.training(setting.optimizer, family)
+    meta = training.meta(problem.params, setting.hyper(), generator)
+    meta = Meta(meta.hyper, moved(meta.precond, generator))
+    *batches, last = problem.batches
+    carry = training.init(problem.params, problem.buffers)
+
+    def outer_loss(carry):
+        return problem.loss(carry.params, carry.buffers, last)[0]
+
+    return training, outer_loss, meta, carry, list(itertools.islice(itertools.cycle(batches), steps))
+
+
+def terms(problem, steps=4):
+    """Return Σ_t ‖λ_t‖ ‖Δθ_t‖, the size of the terms that a hypergradient adds up: they may cancel."""
+    training, _, meta, carry, batches = problem
+    sizes, total = adjoint(*problem).info["cotangents"], 0.0
+    for t, batch in enumerate(batches):
+        after, _ = training.step(meta, carry, batch)
+        total += sizes[t + 1] * tree.norm({k: after.params[k] - p for k, p in carry.params.items()})
+        carry = after
+    return total
+
+
+def assert_same_estimate(actual, expected, rtol=1e-10, size=0.0):
+    assert_near(actual.grads, expected.grads, rtol, size)
+    assert_near(actual.value, expected.value, rtol)
+    assert_near(actual.carry, expected.carry, rtol)
+
+
+@every("make", ALL_MODELS)
+@every("family", FAMILIES)
+@every("setting", FOUR)
+def test_the_adjoint_is_the_derivative_through_the_whole_graph(setting, family, make, generator):
+    problem = unrolled(make, setting, family, generator)
+    assert_same_estimate(adjoint(*problem), autograd(*problem), size=terms(problem))
+
+
+@every("estimator", KEEPS)
+@every("make", ALL_MODELS)
+@every("setting", OPTIMIZERS)
+def test_whatever_is_kept_and_however_it_is_differentiated(setting, make, estimator, generator):
+    problem = unrolled(make, setting, LowRank(2), generator, steps=9)
+    assert_same_estimate(estimator(*problem), autograd(*problem), size=terms(problem))
+
+
+@every("setting", OPTIMIZERS)
+def test_what_is_kept_changes_no_bit(setting, generator):
+    problem = unrolled(convnet, setting, Dense(), generator, steps=20)
+    whole = adjoint(*problem)
+    for frugal in (Adjoint("sqrt"), Adjoint("log"), Adjoint(memory=6 * tree.size(problem[3]))):
+        assert_same_bits(frugal(*problem), whole)
+
+
+@every("make", ALL_MODELS)
+@every("setting", OPTIMIZERS)
+def test_through_one_step_it_is_the_online_rule(setting, make, generator):
+    problem = training, outer_loss, meta, carry, batches = unrolled(make, setting, LowRank(2), generator, 1)
+    seen = training.evaluate(carry, batches[0])
+    after, _ = training.advance(meta, carry, seen)
+    next_grads = torch.func.grad(lambda params: outer_loss(Carry(params, after.opt, after.buffers)))(
+        after.params
+    )
+    online = closed_form(training, meta, Last(carry, seen, ()), next_grads)
+    assert_near(adjoint(*problem).grads, online, rtol=1e-12, size=terms(problem))
+
+
+@pytest.mark.parametrize("order", ["exact", "paper"])
+def test_an_online_learner_is_differentiated_like_any_training(order, generator):
+    training, outer_loss, meta, carry, batches = unrolled(
+        convnet, OPTIMIZERS["heavy ball"], LowRank(2), generator, steps=6
+    )
+    online = Online(training, Adam(), ("precond", "hyper.lr"), order=order)
+    steer, state = online.meta(meta, Adam().hyper(lr=0.01)), online.init(meta, carry)
+    problem = (online, lambda state: outer_loss(state.carry), steer, state, batches)
+    expected = autograd(*problem)
+    assert expected.grads.hyper.lr.abs() > 1e-4
+    for estimator in KEEPS.values():
+        assert_near(estimator(*problem).grads, expected.grads, rtol=1e-10, size=1e-3)
+
+
+def test_a_training_that_looks_at_the_value_of_its_loss_is_differentiated_through_it(generator):
+    class Polyak(Training):
+        """Steps of lr (value / ‖g‖²): a carry depends on the value of the loss, too."""
+
+        def advance(self, meta, carry, seen):
+            square = sum(g.square().sum() for g in seen.grads.values())
+            scaled = seen._replace(grads=tree.scale(seen.grads, seen.value / square))
+            return super().advance(meta, carry, scaled)
+
+    plain, outer_loss, meta, carry, batches = unrolled(mlp, OPTIMIZERS["sgd"], None, generator)
+    problem = (Polyak(plain.loss, plain.optimizer), outer_loss, meta, carry, batches)
+    for estimator in KEEPS.values():
+        assert_same_estimate(estimator(*problem), autograd(*problem))
+
+
+def test_what_cannot_be_differentiated_forward_is_done_in_reverse_and_said(generator):
+    torch.set_default_dtype(torch.float32)  # in which torch's LSTM is one fused layer
+    problem = unrolled(lstm, OPTIMIZERS["heavy ball"], None, generator)
+    fallen, expected = Adjoint(over="forward")(*problem), adjoint(*problem)
+    assert_same_bits(fallen.grads, expected.grads)
+    assert "reverse over reverse" in fallen.info["notes"][0]
+    assert expected.info["notes"] == ()
+
+
+def test_fused_attention_is_replaced_and_said(generator):
+    problem = unrolled(ALL_MODELS["attention"], OPTIMIZERS["heavy ball"], None, generator)
+    assert "Attention was computed unfused" in Adjoint(over="forward")(*problem).info["notes"][0]
+
+
+def test_it_is_the_derivative_of_finite_differences(generator):
+    training, outer_loss, meta, carry, batches = unrolled(
+        mlp, OPTIMIZERS["adam, short"], Dense(), generator, steps=12
+    )
+    grads = tree.named(adjoint(training, outer_loss, meta, carry, batches).grads)
+
+    def value(name, x):
+        return adjoint(training, outer_loss, tree.replace(meta, {name: x}), carry, batches).value
+
+    for name, leaf in tree.named(meta).items():
+        way, h = torch.randn(leaf.shape, generator=generator), 1e-6
+        difference = (value(name, leaf + h * way) - value(name, leaf - h * way)) / (2 * h)
+        torch.testing.assert_close(tree.dot(way, grads[name]), difference, rtol=1e-6, atol=1e-8)
+
+
+def test_torch_compile_serves_every_step_and_changes_nothing_but_rounding(generator):
+    problem = training, outer_loss, meta, carry, batches = unrolled(
+        convnet, OPTIMIZERS["heavy ball"], LowRank(2), generator, steps=5
+    )
+    short = tree.map(lambda x: x[:3], batches[2])
+    problem = (training, outer_loss, meta, carry, [*batches[:2], short, *batches[3:]])
+    estimate = Adjoint("sqrt", compile=True)(*problem)
+    assert_same_estimate(estimate, autograd(*problem), size=terms(problem))
+
+    def doubled(params, buffers, batch):
+        value, buffers = training.loss(params, buffers, batch)
+        return 2 * value, buffers
+
+    other = (Training(doubled, training.optimizer, training.preconditioners), *problem[1:])
+    estimate = Adjoint(compile=True)(*other)  # of the same shapes, but not what was compiled before
+    assert_same_estimate(estimate, autograd(*other), size=terms(other))
+
+
+def test_compiled_batches_must_be_tensors(generator):
+    training, outer_loss, meta, carry, batches = unrolled(mlp, OPTIMIZERS["sgd"], None, generator)
+    with pytest.raises(TypeError, match=r"takes batches of tensors, got 0\.5 in that of step 0\. Wrap it"):
+        Adjoint(compile=True)(training, outer_loss, meta, carry, [(*batch, 0.5) for batch in batches])
+
+
+def test_the_same_call_gives_the_same_bits_and_changes_nothing(generator):
+    problem = unrolled(convnet, OPTIMIZERS["adam"], LowRank(2), generator)
+    before = tree.copy(problem[2:4])
+    assert_same_bits(adjoint(*problem), adjoint(*problem))
+    assert_same_bits(problem[2:4], before)
+
+
+def test_info_tells_the_loss_of_each_step_and_how_the_cotangent_grows(generator):
+    problem = training, outer_loss, meta, carry, batches = unrolled(
+        mlp, OPTIMIZERS["heavy ball"], None, generator, steps=7
+    )
+    info = Adjoint("log")(*problem).info
+    values = []
+    for batch in batches:
+        carry, step = training.step(meta, carry, batch)
+        values.append(step["value"])
+    assert_same_bits(info["values"], torch.stack(values))
+    assert info["cotangents"].shape == (8,)
+    outer = torch.func.grad(lambda params: outer_loss(Carry(params, carry.opt, carry.buffers)))(carry.params)
+    torch.testing.assert_close(info["cotangents"][-1], tree.norm(outer))
+    assert info["overflow"] == -1
+    assert info["notes"] == ()
+
+
+def evaluated(make, generator, eval_mode):
+    """Return an unroll of a net with batch norm whose outer loss is in eval mode, or in training mode."""
+    problem = make(generator)
+    training = problem.training(Momentum())
+    outer, _, _ = functional.from_module(
+        problem.model.train(not eval_mode),
+        lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+    )
+    meta = training.meta(problem.params, Momentum().hyper(lr=0.1))
+    carry = training.init(problem.params, problem.buffers)
+    *batches, last = problem.batches
+    return training, lambda carry: outer(carry.params, carry.buffers, last)[0], meta, carry, batches
+
+
+@pytest.mark.parametrize(
+    "estimator", [autograd, adjoint, Truncated(2)], ids=["autograd", "adjoint", "truncated"]
+)
+def test_an_outer_loss_in_eval_mode_says_what_is_missed(estimator, generator):
+    notes = estimator(*evaluated(convnet, generator, eval_mode=True)).info["notes"]
+    assert "depends on the buffers (1.running_mean, 1.running_var)" in notes[0]
+    assert "is missed" in notes[0]
+    assert estimator(*evaluated(convnet, generator, eval_mode=False)).info["notes"] == ()
+
+
+def test_adam_through_zero_gradients_gives_numbers(generator):
+    inputs = torch.rand(64, 20, generator=generator)
+    inputs[:, ::3] = 0.0  # dead pixels: their weights have a gradient of exactly zero, always
+    labels = torch.randint(3, (64,), generator=generator)
+    model = nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 3)).to(torch.float32)
+    loss, params, _ = functional.from_module(
+        model, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])
+    )
+    training = Training(loss, Adam(), {"0.weight": Dense()})
+    meta, batch = training.meta(params, Adam().hyper(lr=1e-2)), (inputs.float(), labels)
+    estimate = Adjoint("sqrt")(
+        training, lambda carry: loss(carry.params, {}, batch)[0], meta, training.init(params), 200 * [batch]
+    )
+    assert bool(tree.all_finite((estimate.value, estimate.grads, estimate.carry)))
+    assert estimate.grads.hyper.lr != 0
+
+
+def quadratic(lr, decay=0.9, curvature=1.0):
+    """Return an unroll on a quadratic, of which the lr may be too large."""
+    loss = functional.plain(lambda params, batch: curvature * params["w"].square().sum() / 2)
+    training, params = Training(loss, Momentum()), {"w": torch.ones(3)}
+    meta = training.meta(params, Momentum().hyper(lr=lr, decay=decay))
+    return training, lambda carry: carry.params["w"].sum(), meta, training.init(params)
+
+
+@pytest.mark.parametrize("estimator", [autograd, adjoint, Adjoint("log")], ids=["autograd", "adjoint", "log"])
+def test_a_training_that_overflows_is_reported_with_its_step(estimator):
+    info = estimator(*quadratic(lr=1e20), 100 * [None]).info
+    step = int(info["overflow"])
+    assert 0 < step < 100
+    assert not info["values"][step].isfinite()
+    assert info["values"][:step].isfinite().all()
+    assert f"step {step} of 100" in info["notes"][0]
+
+
+def test_a_hypergradient_that_overflows_is_reported_with_its_step():
+    training, outer_loss, meta, carry = quadratic(lr=1e4)
+    still = Carry(tree.zeros_like(carry.params), carry.opt, carry.buffers)  # at rest: the loss stays zero
+    info = adjoint(training, outer_loss, meta, still, 100 * [None]).info
+    step = int(info["overflow"])
+    assert 0 < step < 100
+    assert not info["cotangents"][step].isfinite()
+    assert info["cotangents"][step + 1 :].isfinite().all()
+    assert f"overflowed at step {step} of 100, going back" in info["notes"][0]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+def test_truncated_windows_hold_the_carry_that_they_start_from(steps, generator):
+    problem = training, outer_loss, meta, carry, batches = unrolled(
+        convnet, OPTIMIZERS["adam, short"], LowRank(2), generator, steps=7
+    )
+    estimate, values, grads = Truncated(steps)(*problem), [], []
+    for start in range(0, 7, steps):
+        part = autograd(training, outer_loss, meta, carry, batches[start : start + steps])
+        values.append(part.value)
+        grads.append(part.grads)
+        carry = part.carry
+    assert_near(estimate.value, torch.stack(values).mean(), rtol=1e-12)
+    mean = tree.map(lambda *xs: torch.stack(xs).mean(0), *grads)
+    assert_near(estimate.grads, mean, rtol=1e-10, size=1e-4)
+    assert_same_bits(estimate.carry, carry)
+    assert estimate.info["values"].shape == (7,)
+    assert_same_bits(Truncated(steps, autograd)(*problem).value, estimate.value)
+
+
+def test_a_loader_is_refused_and_a_lazy_sequence_is_not(generator):
+    training, outer_loss, meta, carry, batches = unrolled(mlp, OPTIMIZERS["sgd"], None, generator)
+
+    class Lazy:
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, t):
+            return batches[t]
+
+    lazy = adjoint(training, outer_loss, meta, carry, Lazy())
+    assert_same_bits(lazy, adjoint(training, outer_loss, meta, carry, batches))
+    with pytest.raises(TypeError, match=r"cannot be asked twice .* Pass a sequence"):
+        adjoint(training, outer_loss, meta, carry, iter(batches))
+
+
+class Short:
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, t):
+        if t >= 2:
+            raise IndexError(t)
+
+
+@pytest.mark.parametrize(
+    "estimator", [autograd, adjoint, Truncated(3)], ids=["autograd", "adjoint", "truncated"]
+)
+@pytest.mark.parametrize(
+    ("outer_loss", "batches", "error", "sentence"),
+    [
+        (None, [], ValueError, "There are no batches"),
+        (None, Short(), ValueError, "run out at step 2, but their len.. promises"),
+        (
+            lambda carry: carry.params["w"],
+            [None],
+            ValueError,
+            r"a scalar, got a tensor of shape \(3,\). Take",
+        ),
+        (lambda carry: 1.0, [None], TypeError, "returns a floating-point tensor, got float"),
+        (lambda carry: torch.ones(()), [None], ValueError, "does not depend on what training moves"),
+    ],
+    ids=["no steps", "short", "vector", "number", "constant"],
+)
+def test_what_cannot_be_unrolled_is_refused_in_a_sentence(outer_loss, batches, error, sentence, estimator):
+    training, usual, meta, carry = quadratic(lr=0.1)
+    with pytest.raises(error, match=sentence):
+        estimator(training, outer_loss or usual, meta, carry, batches)
+
+
+def test_a_memory_budget_is_kept_or_refused():
+    training, outer_loss, meta, carry = quadratic(lr=0.1)
+    one, batches = tree.size(carry), 100 * [None]
+    assert_same_bits(
+        Adjoint(memory=8 * one)(training, outer_loss, meta, carry, batches),
+        adjoint(training, outer_loss, meta, carry, batches),
+    )
+    for settings in (Adjoint(memory=3 * one), Adjoint("all", memory=50 * one)):
+        with pytest.raises(ValueError, match=r"A horizon of 100 steps .* needs .* bytes .* Give more memory"):
+            settings(training, outer_loss, meta, carry, batches)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"keep": "some"}, {"memory": 0}, {"memory": 1.5}, {"over": "sideways"}], ids=str
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]):
+    with pytest.raises(ValueError, match=r"Adjoint takes .* got .* Pass"):
+        Adjoint(**settings)
+
+
+def held_at_once(schedule, steps, budget):
+    """Return the most bytes held at any time, and the steps taken, by walking through the schedule."""
+
+    def back(start, stop, held, budget):
+        most, taken = held, 0
+        while distance := schedule.ahead(stop - start, budget):
+            middle = start + distance
+            inner, more = back(middle, stop, held + schedule.carry, budget - schedule.carry)
+            most, taken, stop = max(most, inner), taken + distance + more, middle
+        kept = schedule.whole * (stop - start) - schedule.carry  # the first of them is held already
+        return max(most, held + kept), taken + stop - start
+
+    return back(0, steps, 0, budget)
+
+
+@pytest.mark.parametrize(("carry", "whole"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize("steps", [1, 2, 10, 50, 256])
+def test_a_schedule_keeps_to_its_budget(carry, whole, steps):
+    schedule = Schedule(carry, whole)
+    for budget in range(carry * steps.bit_length() + whole, whole * steps + 2, 3):
+        most, taken = held_at_once(schedule, steps, budget)
+        assert most <= budget + whole - carry  # and what one step needs
+        assert taken == schedule.taken(steps, budget) <= steps * schedule.passes(steps, budget)
+
+
+@pytest.mark.parametrize("steps", [50, 256, 1000, 10_000])
+def test_the_square_root_takes_each_step_twice_and_the_logarithm_few_times(steps):
+    schedule = Schedule(1, 1)
+    assert schedule.least(steps, passes=2) == pytest.approx(math.sqrt(2 * steps), abs=1.5)
+    assert schedule.taken(steps, schedule.least(steps, passes=2)) < 2 * steps
+    assert schedule.taken(steps, steps.bit_length()) < steps * steps.bit_length() / 2

@@ -1,0 +1,239 @@
+"""The loop of learning over horizons: by hand, interrupted and gone on with, and what it writes."""
+
+import importlib
+import io
+import math
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+from problems import assert_same_bits, every
+from rich.console import Console
+from rich.progress import Progress
+from test_tensorboard import read, scalar
+
+from metafop import Adam, Dense, Momentum, Training, functional, meta_training, tree
+from metafop.hypergradients import adjoint
+from metafop.hypergradients.evolution import Evolution
+from metafop.hypergradients.forward import Forward
+from metafop.meta_training import Trained, meta_train
+from metafop.optimizers.scheduled import Scheduled
+from metafop.unrolled import Unrolled
+
+ESTIMATORS = {
+    "adjoint": adjoint,
+    "forward": Forward(learn=("hyper.lr",)),
+    "evolution": Evolution(learn=("hyper.lr",), pairs=2),
+}
+
+
+class Interrupted(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class Valley:
+    """Three batches a window of a narrow valley; each episode has its start, each window its floor."""
+
+    training: Training
+    estimator: object = adjoint
+    scale: float = 1.0
+    fails: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+
+    def start(self, episode):
+        rng = torch.Generator().manual_seed(episode)
+        carry = self.training.init({"w": self.scale * torch.randn(2, 3, generator=rng)})
+        if isinstance(self.estimator, Forward):
+            return self.estimator.init(carry)
+        return self.estimator.init(carry, rng) if isinstance(self.estimator, Evolution) else carry
+
+    def batches(self, episode, window):
+        if (episode, window) in self.fails:
+            raise Interrupted
+        return list(torch.randn(3, 3, generator=torch.Generator().manual_seed(100 * episode + window)))
+
+    def outer_loss(self, episode, window):
+        return lambda carry: valley(carry.params, torch.full((3,), 0.1 * window))
+
+
+def valley(params, batch):
+    return (params["w"] - 0.1 * batch).square() @ torch.tensor([0.1, 1.0, 3.0]) @ torch.tensor([1.0, 0.5])
+
+
+def made(estimator=adjoint, optimizer=None, hyper=None, learn=("hyper.lr",), fails=(), **settings):
+    """Return all that `meta_train` takes first, made anew: no two calls share an object."""
+    optimizer = optimizer or Momentum()
+    training = Training(functional.plain(valley), optimizer, {"w": Dense()})
+    meta = training.meta({"w": torch.zeros(2, 3)}, hyper or Momentum().hyper(lr=0.01, decay=0.5))
+    learner = Unrolled(training, Adam(), learn, estimator)
+    return (
+        learner,
+        learner.meta(meta, Adam().hyper(lr=0.1)),
+        meta,
+        Valley(training, estimator, fails=fails, **settings),
+    )
+
+
+def run(folder=None, steps=8, windows=1, save_every=2, **settings) -> Trained:
+    return meta_train(
+        *made(**settings), steps, windows=windows, folder=folder, save_every=save_every, progress=False
+    )
+
+
+def test_the_loop_is_a_step_for_each_window_and_a_start_for_each_episode():
+    learner, steer, meta, task = made()
+    state, carry, values, rates = learner.init(meta), None, [], []
+    for episode in range(3):
+        carry = task.start(episode)
+        for window in range(2):
+            rates.append(state.meta.hyper.lr.item())
+            outer, batches = task.outer_loss(episode, window), task.batches(episode, window)
+            state, carry, info = learner.step(steer, state, outer, carry, batches)
+            values.append(info["value"].item())
+    trained = run(steps=6, windows=2)
+    assert_same_bits(trained.state, state)
+    assert [row["value"] for row in trained.history] == values
+    assert [row["hyper.lr"] for row in trained.history] == rates
+    assert [row["moved"] for row in trained.history] == 6 * [1.0]
+
+
+def test_what_is_learned_lowers_the_outer_loss():
+    history = run(steps=40).history
+    assert sum(row["value"] for row in history[-5:]) < 0.5 * sum(row["value"] for row in history[:5])
+
+
+def points(folder, name):
+    """Return the points of all files, in the order of their steps."""
+    return sorted(point for path in folder.glob("events*") for point in scalar(read(path), name))
+
+
+STOPS = {
+    "once": [(1, 2)],
+    "at a start": [(2, 0)],
+    "before any checkpoint": [(0, 1)],
+    "thrice": [(0, 2), (1, 1), (2, 1)],
+}
+
+
+@every("stops", STOPS)
+@every("estimator", ESTIMATORS)
+def test_an_interrupted_run_ends_as_one_that_was_not_bit_for_bit(estimator, stops, tmp_path):
+    whole = run(tmp_path / "whole", windows=3, estimator=estimator)
+    for stop in stops:
+        with pytest.raises(Interrupted):
+            run(tmp_path / "parts", windows=3, estimator=estimator, fails=(stop,))
+    parts = run(tmp_path / "parts", windows=3, estimator=estimator)
+    assert_same_bits(parts.state, whole.state)
+    assert (parts.history, parts.notes) == (whole.history, whole.notes)
+    ends = [torch.load(tmp_path / k / "checkpoint.pt", weights_only=False)[1] for k in ("whole", "parts")]
+    assert_same_bits(tree.leaves(ends[1].carry), tree.leaves(ends[0].carry))
+    for name in whole.history[0]:  # no step is missing, and none comes twice
+        assert points(tmp_path / "parts", name) == points(tmp_path / "whole", name)
+        assert [step for step, _ in points(tmp_path / "parts", name)] == list(range(8))
+
+
+def test_a_run_goes_on_when_asked_for_more_steps_and_is_done_when_asked_again(tmp_path):
+    run(tmp_path, steps=5)
+    longer = run(tmp_path, steps=8)
+    files = sorted(tmp_path.iterdir())
+    again = run(tmp_path, steps=8, fails=tuple((episode, 0) for episode in range(8)))
+    assert_same_bits((longer.state, again.state), 2 * (run(steps=8).state,))
+    assert again.history == longer.history
+    assert sorted(tmp_path.iterdir()) == files
+
+
+def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    save = torch.save
+
+    def full_disk(content, path):
+        if len(content[1].history) == 6:
+            path.write_bytes(b"half of a checkpoint")
+            raise Interrupted
+        save(content, path)
+
+    monkeypatch.setattr(meta_training.torch, "save", full_disk)
+    with pytest.raises(Interrupted):
+        run(tmp_path)
+    monkeypatch.undo()
+    resumed = run(tmp_path)
+    assert_same_bits(resumed.state, run().state)
+    assert [step for step, _ in points(tmp_path, "value")] == list(range(8))
+
+
+def test_events_are_the_history_and_what_is_learned_is_in_it(tmp_path):
+    optimizer = Scheduled(Momentum(), ("lr", "decay"))
+    hyper = optimizer.hyper(Momentum().hyper(lr=0.01, decay=0.5), 3, {"lr": [0.01, 0.02, 0.03]})
+    learn = ("hyper.lr", "hyper.decay", "precond")
+    history = run(tmp_path, steps=3, optimizer=optimizer, hyper=hyper, learn=learn).history
+    assert history[0]["hyper.lr.mean"] == pytest.approx(0.02)
+    assert history[0]["precond.w.norm"] == pytest.approx(math.sqrt(3))
+    events = read(tmp_path)
+    assert set(events.Tags()["scalars"]) == history[0].keys()
+    assert history[0].keys() >= {"value", "norm", "moved", "overflow", "hyper.decay.mean"}
+    for name in history[0]:
+        assert scalar(events, name) == [(i, pytest.approx(row[name])) for i, row in enumerate(history)]
+
+
+def test_notes_are_kept_with_the_step_that_said_them_first():
+    trained = run(steps=3, hyper=Momentum().hyper(lr=1e200, decay=0.5))
+    assert list(trained.notes.values()) == [0]
+    assert "overflowed" in next(iter(trained.notes))
+    assert [row["moved"] for row in trained.history] == [0.0, 0.0, 0.0]
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(steps=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_progress_bar_shows_the_outer_loss_and_changes_nothing(monkeypatch):
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, force_interactive=True)
+    monkeypatch.setattr(meta_training, "Progress", partial(Progress, console=terminal))
+    shown = meta_train(*made(), 2)
+    assert_same_bits(shown.state, run(steps=2).state)
+    assert f"outer loss {shown.history[-1]['value']:.4g}" in screen.getvalue()
+
+
+OTHERS = {
+    "learner": ({"learn": ("hyper.lr", "precond")}, ["differs in learner."]),
+    "estimator": ({"estimator": Forward()}, ["differs in learner and task."]),
+    "task": ({"scale": 2.0}, ["differs in task."]),
+    "windows": ({"windows": 3}, ["differs in windows."]),
+    "meta": ({"hyper": Momentum().hyper(lr=0.02, decay=0.5)}, ["differs in meta."]),
+    "fewer steps": ({"steps": 3}, ["4 steps", "steps=3", "as many"]),
+}
+
+
+@every("changed, words", OTHERS)
+def test_a_folder_of_another_run_is_refused(changed, words, tmp_path):
+    run(tmp_path, steps=4)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"Pass another folder") as caught:
+        run(tmp_path, **({"steps": 4} | changed))
+    assert [word for word in [str(tmp_path), *words] if word not in str(caught.value)] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_another_meta_learning_rate_is_refused(tmp_path):
+    run(tmp_path, steps=2)
+    learner, _, meta, task = made()
+    steer = learner.meta(meta, Adam().hyper(lr=0.2))
+    with pytest.raises(ValueError, match="differs in steer"):
+        meta_train(learner, steer, meta, task, 4, folder=tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("name", ["windows", "save_every"])
+def test_numbers_below_one_are_refused(name):
+    with pytest.raises(ValueError, match=rf"meta_train takes {name} of one or more, got 0. Pass"):
+        run(**{name: 0})
+
+
+def test_without_rich_the_import_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    monkeypatch.delitem(sys.modules, "metafop.meta_training")
+    with pytest.raises(ImportError, match=r'needs rich.* pip install "metafop\[experiments\]"'):
+        importlib.import_module("metafop.meta_training")
