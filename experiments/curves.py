@@ -1,7 +1,8 @@
-"""What training gains from hyperparameters that are fixed, learned online, or learned through many steps."""
+"""What does training gain from hyperparameters that are tuned, learned online, or learned through many steps?"""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,62 +14,46 @@ from torch.func import vmap
 
 from experiments import run
 from experiments.digits import Digits
-from metafop import Adam, Carry, Meta, Momentum, Online, Training, assign, tree
-from metafop.meta_training import Trained, meta_train
-from metafop.optimizers.scheduled import Scheduled
+from experiments.ways import Networks, Way, fixed, learn_schedule, online, scheduled
 from metafop.tensorboard import Logger
-from metafop.types import Loss
-from metafop.unrolled import Unrolled
 
 
 @dataclass(frozen=True)
 class Curves:
     """Momentum 0.9 with a learning rate that is fixed, tuned, learned online, or learned by unrolling.
 
-    What is chosen or learned beforehand is so on some networks, by their validation loss after `horizon` steps;
-    then all methods train fresh networks, on the same batches.
+    What is chosen or learned beforehand is so on some networks, by their validation loss after `horizon`
+    steps; then all methods train fresh networks, on the same batches.
     """
 
     lr: float = 0.01  # where every method but the tuned one starts: too small
     lrs: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)  # to choose the tuned one from
     meta_lrs: tuple[float, ...] = (0.01, 0.03, 0.1)  # of Adam online, to choose from
-    meta_lr: float = 0.1  # of Adam through the horizon, not tuned
+    meta_lr: float = 0.1  # of Adam by unrolling
     meta_steps: int = 40  # each through the horizon
     horizon: int = 100  # steps that are unrolled
     together: int = 4  # networks that a meta step is averaged over
-    tuning: int = 16  # networks to learn and choose on
+    tuning: int = 16  # networks to choose and learn on
     fresh: int = 16  # networks to report on
     steps: int = 300  # of training
     batch: int = 64  # images in a batch
 
 
-class Start(NamedTuple):
-    """Who takes the steps, and for each lane what steers it and where it starts.
+class Method(NamedTuple):
+    """How fresh networks are trained; what was chosen or learned before, and what that took."""
 
-    `lr` tells the learning rate at a time from what steers and the state.
-    """
-
-    learner: Training | Online
-    steer: Meta
-    state: Any
-    lr: Callable[[Meta, Any, int], Tensor]
+    way: Way
+    chosen: str
+    gradients: int = 0
+    products: int = 0  # of a Hessian and a vector
 
 
 class Curve(NamedTuple):
-    """Loss on the batch, test loss, and learning rate before each step: (steps, lanes)."""
+    """The loss on the batch, the test loss before the step and its learning rate: (steps, networks)."""
 
     training: Tensor
     test: Tensor
     lrs: Tensor
-
-
-class Method(NamedTuple):
-    """A curve for fresh networks, and what was spent beforehand."""
-
-    curve: Curve
-    chosen: str
-    gradients: int
-    products: int  # Hessian-vector products
 
 
 METHODS = {  # by name in the summary: the label, and a colour of Okabe and Ito's, for the colour-blind
@@ -78,86 +63,145 @@ METHODS = {  # by name in the summary: the label, and a colour of Okabe and Ito'
     "online_all": ("online: lr, decay, M", "#CC79A7"),
     "unrolled": ("unrolled: lr schedule", "#0072B2"),
 }
+ONLINE = {"online": ("hyper.lr",), "online_all": ("hyper.lr", "hyper.decay", "precond")}
+AVERAGED = 10  # batches for a point of the training curve
 
 
-def fixed(digits: Digits, lanes: Tensor, lrs: Tensor) -> Start:
-    training, params = Training(digits.loss, Momentum()), digits.take(lanes)
-    metas = [training.meta(digits.take(lanes[0]), Momentum().hyper(lr=lr)) for lr in lrs.tolist()]
-    return Start(training, tree.stack(metas), vmap(training.init)(params), lambda steer, state, t: steer.hyper.lr)
-
-
-def online(digits: Digits, lanes: Tensor, lr: float, meta_lrs: Tensor, learn: tuple[str, ...]) -> Start:
-    """Return learners of a learning rate for each lane, P being learned if named."""
-    families = assign(digits.take(lanes[0])) if "precond" in learn else {}
-    training = Training(digits.loss, Momentum(), families)
-    learner = Online(training, Adam(), learn)
-    metas, steers = [], []
-    for lane, meta_lr in zip(lanes, meta_lrs.tolist(), strict=True):
-        generator = Generator().manual_seed(int(lane))
-        metas.append(training.meta(digits.take(lane), Momentum().hyper(lr=lr), generator))
-        steers.append(learner.meta(metas[-1], Adam().hyper(lr=meta_lr)))
-    state = vmap(lambda meta, params: learner.init(meta, training.init(params)))(
-        tree.stack(metas), digits.take(lanes)
-    )
-    return Start(learner, tree.stack(steers), state, lambda steer, state, t: state.meta.hyper.lr)
-
-
-def scheduled(digits: Digits, lanes: Tensor, meta: Meta) -> Start:
-    training = Training(digits.loss, Scheduled(Momentum()))
-    hyper = tree.map(lambda x: x.expand(len(lanes), *x.shape), meta.hyper)
-    steer = Meta(hyper, {k: () for k in digits.networks})
-    last = meta.hyper.lr.shape[0] - 1
-    return Start(
-        training,
-        steer,
-        vmap(training.init)(digits.take(lanes)),
-        lambda steer, state, t: steer.hyper.lr[:, min(t, last)],
-    )
-
-
-def follow(start: Start, digits: Digits, order: Tensor, tick: Callable[[], None]) -> tuple[Any, Curve]:
-    """Train all lanes, (lanes, steps, batch); return the state after, and the curves."""
-    state, found = start.state, ([], [], [])
+def steps(way: Way, order: Tensor) -> Iterator[tuple[int, Any, Tensor, Any]]:
+    """Train on (networks, steps, batch): give each step's number, state before, loss, and state after."""
+    state, step = way.state, vmap(lambda steer, state, batch: way.learner.step(steer, state, batch))
     for t in range(order.shape[1]):
-        found[1].append(vmap(digits.test)(state))
-        found[2].append(start.lr(start.steer, state, t))
-        state, info = vmap(start.learner.step)(start.steer, state, order[:, t])
-        found[0].append(info["value"])
+        after, info = step(way.steer, state, order[:, t])
+        yield t, state, info["value"], after
+        state = after
+
+
+def best(
+    values: Sequence[float],
+    begin: Callable[[Tensor, Tensor], Way],
+    digits: Digits,
+    order: Tensor,
+    tick: Callable[[], None],
+) -> float:
+    """Return the value with which networks have the least validation loss after training on `order`."""
+    networks = torch.arange(len(order)).repeat(len(values))
+    way = begin(networks, torch.tensor(values, dtype=torch.float64).repeat_interleave(len(order)))
+    losses = torch.tensor(torch.nan)
+    for _, _, _, state in steps(way, order[networks]):
+        losses = vmap(digits.validation)(state)
         tick()
-    return state, Curve(*(torch.stack(x) for x in found))
+    return values[int(losses.view(len(values), -1).mean(1).nan_to_num(torch.inf).argmin())]
 
 
-def together(loss: Loss) -> Loss:
-    """Return the losses of many networks, summed: each moves as if it were alone."""
+def prepare(
+    settings: Curves, digits: Digits, seed: int, generator: Generator, out: Path
+) -> dict[str, Method]:
+    """Choose and learn what is chosen and learned beforehand."""
+    order = digits.draw((settings.tuning, settings.horizon, settings.batch), generator)
+    fresh = torch.arange(settings.tuning, settings.tuning + settings.fresh)
+    tried = settings.tuning * settings.horizon  # gradients to try a value
 
-    def total(params: Any, buffers: Any, batch: Any) -> Any:
-        return vmap(lambda params, batch: loss(params, buffers, batch)[0])(params, batch).sum(), buffers
+    def each(value: float) -> Tensor:
+        return torch.full((settings.fresh,), value, dtype=torch.float64)
 
-    return total
+    methods = {"fixed": Method(fixed(digits, fresh, each(settings.lr)), f"lr {settings.lr:g}")}
+    with run.progress((1 + len(ONLINE)) * settings.horizon) as tick:
+
+        def choose(values: Sequence[float], begin: Callable[[Tensor, Tensor], Way], what: str) -> float:
+            return best(values, begin, digits, order, lambda: tick(f"choosing {what}"))
+
+        lr = choose(settings.lrs, lambda numbers, lrs: fixed(digits, numbers, lrs), "the learning rate")
+        methods["tuned"] = Method(fixed(digits, fresh, each(lr)), f"lr {lr:g}", tried * len(settings.lrs))
+        for name, learn in ONLINE.items():
+
+            def begin(numbers: Tensor, meta_lrs: Tensor, learn: tuple[str, ...] = learn) -> Way:
+                return online(digits, numbers, settings.lr, meta_lrs, learn)
+
+            meta_lr = choose(settings.meta_lrs, begin, f"the meta learning rate, {METHODS[name][0]}")
+            methods[name] = Method(
+                begin(fresh, each(meta_lr)), f"meta lr {meta_lr:g}", tried * len(settings.meta_lrs)
+            )
+
+    task = Networks(digits, settings.tuning, settings.together, settings.horizon, settings.batch, seed=seed)
+    meta = learn_schedule(task, settings.lr, settings.meta_lr, settings.meta_steps, out / "unrolled")
+    unrolled = settings.meta_steps * settings.together * settings.horizon
+    chosen = f"lr {meta.hyper.lr.min():.2g} to {meta.hyper.lr.max():.2g}"
+    # Going back, the adjoint takes each gradient again to differentiate it.
+    methods["unrolled"] = Method(scheduled(digits, fresh, meta), chosen, 2 * unrolled, unrolled)
+    return methods
 
 
-@dataclass(frozen=True)
-class Networks:
-    """The task of learning a schedule: episodes of a few networks at a time, in turn, on batches of their own."""
+def measure(
+    settings: Curves,
+    digits: Digits,
+    methods: dict[str, Method],
+    generator: Generator,
+    tick: Callable[[str], None],
+) -> dict[str, Curve]:
+    """Train fresh networks with every method, on the same batches."""
+    order = digits.draw((settings.fresh, settings.steps, settings.batch), generator)
+    curves = {}
+    for name, method in methods.items():
+        found = []
+        for t, state, value, _ in steps(method.way, order):
+            lrs = method.way.lr(method.way.steer, state, t)
+            found.append(torch.stack([value, vmap(digits.test)(state), lrs]))
+            tick(METHODS[name][0])
+        curves[name] = Curve(*torch.stack(found, dim=1))
+    return curves
 
-    settings: Curves
-    seed: int
-    digits: Digits = field(repr=False)
 
-    @property
-    def training(self) -> Training:
-        return Training(together(self.digits.loss), Scheduled(Momentum()))
+def report(
+    settings: Curves, methods: dict[str, Method], curves: dict[str, Curve], out: Path
+) -> dict[str, run.Figure]:
+    """Print the losses that each method leads to, and what it took beforehand; return the figures."""
+    figures: dict[str, run.Figure] = {}
+    ends = {"horizon": min(settings.horizon, settings.steps - 1), "end": settings.steps - 1}
+    rows = []
+    for name, method in methods.items():
+        cells = []
+        for end, t in ends.items():
+            losses = curves[name].test[t]
+            mean, error = losses.mean().item(), losses.std(correction=0).item() / len(losses) ** 0.5
+            cells.append(f"{mean:.3f} ± {error:.3f}")
+            figures[f"test_loss_{end}_{name}"] = round(mean, 4) if math.isfinite(mean) else None
+        figures[f"gradients_before_{name}"] = method.gradients
+        spent = [f"{method.gradients:,}", f"{method.products:,}"]
+        rows.append([METHODS[name][0], *cells, method.chosen, *spent])
+    tests = [f"test loss, step {t}" for t in ends.values()]
+    columns = ["", *tests, "chosen, learned", "gradients before", "Hessian products"]
+    run.show(out, f"{settings.fresh} fresh networks, mean ± standard error", columns, rows)
+    return figures
 
-    def start(self, episode: int) -> Carry:
-        numbers = torch.arange(self.settings.together) + episode * self.settings.together
-        return self.training.init(self.digits.take(numbers % self.settings.tuning))
 
-    def batches(self, episode: int, window: int) -> Tensor:
-        shape = (self.settings.horizon, self.settings.together, self.settings.batch)
-        return self.digits.draw(shape, Generator().manual_seed(self.seed + episode))
+def log(curves: dict[str, Curve], logger: Logger) -> None:
+    for name, curve in curves.items():
+        for t in range(len(curve.test)):
+            logger.info(t, {f"{key}/{METHODS[name][0]}": x[t].mean() for key, x in curve._asdict().items()})
 
-    def outer_loss(self, episode: int, window: int) -> Callable[[Carry], Tensor]:
-        def mean(carry: Carry) -> Tensor:
-            return vmap(lambda params: self.digits.validation(Carry(params, (), {})))(carry.params).mean()
 
-        return mean
+def draw(settings: Curves, curves: dict[str, Curve], out: Path) -> None:
+    figure = Figure(figsize=(13, 4.4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    for name, curve in curves.items():
+        whole = curve.training[: len(curve.training) // AVERAGED * AVERAGED]
+        averaged = whole.view(-1, AVERAGED, whole.shape[1]).mean(1)
+        band(panels[0], averaged, *METHODS[name], every=AVERAGED)
+        band(panels[1], curve.test, *METHODS[name])
+        band(panels[2], curve.lrs, *METHODS[name])
+    titles = (f"training loss, mean of {AVERAGED} batches", "test loss", "learning rate")
+    for axes, title in zip(panels, titles, strict=True):
+        axes.axvline(settings.horizon, color="grey", linestyle=":")
+        axes.set_yscale("log")
+        axes.set_title(title)
+        axes.set_xlabel("steps")
+    panels[0].legend()
+    figure.savefig(out / "curves.png", dpi=110)
+
+
+def band(axes: Axes, values: Tensor, label: str, colour: str, every: int = 1) -> None:
+    """Draw the median of the networks and, shaded, the middle half of them."""
+    at = torch.arange(len(values)) * every + every // 2
+    low, middle, high = values.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype), dim=1)
+    axes.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
+    axes.plot(at, middle, color=colour, label=label)

@@ -2,7 +2,16 @@
 
 from metafop import diagnostics, functional, hypergradients, safeguards, tree, verify
 from metafop.online import Online, OnlineCarry
-from metafop.optimizers import SGD, Adam, AdamHyper, Momentum, MomentumHyper, SGDHyper
+from metafop.optimizers import (
+    SGD,
+    Adam,
+    AdamHyper,
+    Momentum,
+    MomentumHyper,
+    ReversibleMomentum,
+    Scheduled,
+    SGDHyper,
+)
 from metafop.preconditioners import (
     Bounded,
     Dense,
@@ -17,7 +26,18 @@ from metafop.preconditioners import (
     assign,
 )
 from metafop.training import Training
-from metafop.types import Carry, Inspectable, Last, Meta, Optimizer, Preconditioner, Seen
+from metafop.types import (
+    Carry,
+    Estimate,
+    Inspectable,
+    Last,
+    Meta,
+    Optimizer,
+    Preconditioner,
+    Reversible,
+    Seen,
+)
+from metafop.unrolled import Unrolled, UnrolledState
 
 __version__ = "0.1.0"
 
@@ -29,6 +49,7 @@ __all__ = [
     "Carry",
     "Dense",
     "Diagonal",
+    "Estimate",
     "Identity",
     "Inspectable",
     "Kronecker",
@@ -43,11 +64,16 @@ __all__ = [
     "Optimizer",
     "Preconditioner",
     "Rescaled",
+    "Reversible",
+    "ReversibleMomentum",
     "SGDHyper",
     "Scalar",
+    "Scheduled",
     "Seen",
     "Spatial",
     "Training",
+    "Unrolled",
+    "UnrolledState",
     "assign",
     "diagnostics",
     "functional",

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from metafop import tree
 from metafop.tensorboard import Logger
-from metafop.types import Batch, Meta, OuterLoss
+from metafop.types import Batches, Meta, OuterLoss
 from metafop.unrolled import Unrolled, UnrolledState
 
 try:
@@ -36,7 +35,7 @@ class Task(Protocol):
         """Return the carry that an episode starts from."""
         ...
 
-    def batches(self, episode: int, window: int) -> Sequence[Batch]: ...
+    def batches(self, episode: int, window: int) -> Batches: ...
 
     def outer_loss(self, episode: int, window: int) -> OuterLoss: ...
 

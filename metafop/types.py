@@ -1,6 +1,6 @@
 """The words of the library as types: what a step sees, what it hands on, and who takes part in it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Generator, Tensor
@@ -201,12 +201,17 @@ class Estimate(NamedTuple):
     info: dict[str, Any]
 
 
-class Estimator(Protocol):
-    """A way to differentiate `outer_loss` of the carry after `len(batches)` steps in `meta`.
+class Batches(Protocol):
+    """One batch for each step; a step gives the same whenever it is asked, for sweeps back ask again."""
 
-    `batches[t]` gives the same batch whenever it is asked: sweeps back ask again.
-    """
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, t: int, /) -> Batch: ...
+
+
+class Estimator(Protocol):
+    """A way to differentiate `outer_loss` of the carry after `len(batches)` steps in `meta`."""
 
     def __call__(
-        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Sequence[Batch]
+        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate: ...

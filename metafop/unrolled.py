@@ -2,7 +2,6 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from metafop import tree
 from metafop.hypergradients import adjoint
 from metafop.learned import Learned
 from metafop.safeguards import Bound
-from metafop.types import Batch, Estimator, Meta, Optimizer, OuterLoss, Trains, Tree
+from metafop.types import Batches, Estimator, Meta, Optimizer, OuterLoss, Trains, Tree
 
 
 class UnrolledState(NamedTuple):
@@ -73,7 +72,7 @@ class Unrolled:
         return UnrolledState(meta, self.learned.init(meta))
 
     def step(
-        self, steer: Meta, state: UnrolledState, outer_loss: OuterLoss, carry: Any, batches: Sequence[Batch]
+        self, steer: Meta, state: UnrolledState, outer_loss: OuterLoss, carry: Any, batches: Batches
     ) -> tuple[UnrolledState, Any, dict[str, Any]]:
         """Return the state after one step of meta, the carry after all batches, and what the estimator saw.
 

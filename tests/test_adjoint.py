@@ -310,7 +310,7 @@ def test_a_loader_is_refused_and_a_lazy_sequence_is_not(generator):
     lazy = adjoint(training, outer_loss, meta, carry, Lazy())
     assert_same_bits(lazy, adjoint(training, outer_loss, meta, carry, batches))
     with pytest.raises(TypeError, match=r"cannot be asked twice .* Pass a sequence"):
-        adjoint(training, outer_loss, meta, carry, iter(batches))
+        adjoint(training, outer_loss, meta, carry, iter(batches))  # pyright: ignore[reportArgumentType]
 
 
 class Short:

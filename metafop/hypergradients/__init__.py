@@ -2,7 +2,24 @@
 
 from metafop.hypergradients.adjoint import Adjoint, adjoint
 from metafop.hypergradients.autograd import autograd
+from metafop.hypergradients.evolution import Evolution, EvolutionCarry, evolution
+from metafop.hypergradients.forward import Forward, ForwardCarry, forward
 from metafop.hypergradients.one_step import by_autograd, closed_form
+from metafop.hypergradients.reversible import reversible
 from metafop.hypergradients.truncated import Truncated
 
-__all__ = ["Adjoint", "Truncated", "adjoint", "autograd", "by_autograd", "closed_form"]
+__all__ = [
+    "Adjoint",
+    "Evolution",
+    "EvolutionCarry",
+    "Forward",
+    "ForwardCarry",
+    "Truncated",
+    "adjoint",
+    "autograd",
+    "by_autograd",
+    "closed_form",
+    "evolution",
+    "forward",
+    "reversible",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
@@ -24,7 +24,7 @@ from metafop.hypergradients.unroll import (
     outer_pull,
     unfused,
 )
-from metafop.types import Batch, Estimate, Meta, OuterLoss, Seen, Trains
+from metafop.types import Batch, Batches, Estimate, Meta, OuterLoss, Seen, Trains
 
 Keep = Literal["all", "sqrt", "log"]
 Leaves = list[Tensor]
@@ -70,7 +70,7 @@ class Adjoint:
             raise ValueError(f"Adjoint takes memory in bytes, got {self.memory!r}. Pass a positive integer.")
 
     def __call__(
-        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Sequence[Batch]
+        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
         steps = horizon(training, meta, carry, batches)
         over, notes = self._over(training, carry, batch_at(batches, 0))
@@ -198,7 +198,7 @@ class _Sweep:
         walk: Callable[[tree.Structure], _Walk],
         outer: Callable[[Leaves], tuple[Tensor, Cotangent]],
         meta: Leaves,
-        batches: Sequence[Batch],
+        batches: Batches,
         schedule: Schedule,
         keeps_seen: bool,
     ) -> None:

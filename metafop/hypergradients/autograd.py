@@ -2,19 +2,16 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.func import grad_and_value
 
 from metafop.hypergradients.unroll import batch_at, findings, held, horizon, outer_value, tracked, unfused
-from metafop.types import Batch, Estimate, Meta, OuterLoss, Trains
+from metafop.types import Batches, Estimate, Meta, OuterLoss, Trains
 
 
-def autograd(
-    training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Sequence[Batch]
-) -> Estimate:
+def autograd(training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches) -> Estimate:
     """Return ∂ outer_loss(step(meta, … step(meta, carry, batches[0]) …)) / ∂meta, by torch.func.grad."""
     steps = horizon(training, meta, carry, batches)
 

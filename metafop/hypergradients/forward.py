@@ -80,19 +80,23 @@ class Forward:
         steps = horizon(training, meta, start, batches)
         learned = named_parts("Forward", self.learn, meta)
         tangents = _fitting(tangents, start, learned)
-        after, values, sizes = start, [], [tree.norm(tangents)]
+        after, sizes = start, tree.norm(tangents)[None]
+        values = sizes[:0]
         with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
             reason = forward_fails(training, start, batch_at(batches, 0))
             step = _StepAhead(training, meta, learned, _ways(learned), "reverse" if reason else "forward")
             for t in range(steps):
                 after, value, tangents = step(after, batch_at(batches, t), tangents)
-                values.append(value)
-                sizes.append(tree.norm(tangents))
+                # Not lists: over many steps, small tensors that stay would scatter the memory of large ones.
+                values, sizes = (
+                    torch.cat([values, value[None]]),
+                    torch.cat([sizes, tree.norm(tangents)[None]]),
+                )
             value, cotangent = outer_pull(outer_loss, after)
-            info = findings(outer_loss, start, after, value, values)
+            info = findings(outer_loss, start, after, value, values.unbind())
         grads = tree.replace(tree.zeros_like(meta), _contracted(tangents, cotangent, learned))
         notes = tuple(note for note in (reason, left_out(meta, learned), *info["notes"]) if note)
-        info = _overflow(info | {"tangents": torch.stack(sizes), "notes": notes}, grads)
+        info = _overflow(info | {"tangents": sizes, "notes": notes}, grads)
         return Estimate(value, grads, ForwardCarry(after, tangents) if goes_on else after, info)
 
 

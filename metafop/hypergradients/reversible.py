@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.hypergradients.unroll import StepBack, batch_at, findings, horizon, outer_pull
+from metafop.hypergradients.unroll import StepBack, batch_at, findings, horizon, outer_pull, unfused
 from metafop.training import Training
-from metafop.types import Batch, Carry, Estimate, Meta, OuterLoss, Params, Reversible, Trains
+from metafop.types import Batch, Batches, Carry, Estimate, Meta, OuterLoss, Params, Reversible, Trains
 
 
-def reversible(
-    training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Sequence[Batch]
-) -> Estimate:
+def reversible(training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches) -> Estimate:
     """Return the exact hypergradient through T steps from the last carry alone (Maclaurin et al., 2015).
 
     carry_t = undo(carry_(t+1)),    (∂value/∂meta, λ_t) += pullback of step t of λ_(t+1)
@@ -28,6 +26,7 @@ def reversible(
 
     Buffers cannot be undone, and the last ones stand in for all: right wherever the gradient does not
     depend on them, as batch norm's in training mode. That the sweep came back to the start is checked.
+    (docs/math.md, 24)
 
     >>> from metafop.optimizers import ReversibleMomentum
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
@@ -39,8 +38,13 @@ def reversible(
     >>> estimate.value, estimate.grads.hyper.lr  # w = 1 - (1 - 2 lr)² + lr
     (tensor(1.), tensor(3.))
     """
-    path = _path(training, meta, carry, batches)
-    steps = horizon(training, meta, carry, batches)
+    with unfused():
+        return _there_and_back(_path(training, meta, carry, batches), outer_loss)
+
+
+def _there_and_back(path: _Path, outer_loss: OuterLoss) -> Estimate:
+    training, meta, carry = path.training, path.meta, path.carry
+    steps = horizon(training, meta, carry, path.batches)
     last, values, saved = path.ahead()
     words = sum(x.numel() for x in tree.leaves((last.params, saved)))  # a store has one for each number
     value, cotangent = outer_pull(outer_loss, last)
@@ -66,7 +70,7 @@ class _Path:
     optimizer: Reversible
     meta: Meta
     carry: Carry
-    batches: Sequence[Batch]
+    batches: Batches
 
     def ahead(self) -> tuple[Carry, list[Tensor], dict[int, Params]]:
         """Return the carry after all steps, the loss that each saw, and the stores that each emptied."""
@@ -113,7 +117,7 @@ class _Path:
             )
 
 
-def _path(training: Trains, meta: Meta, carry: Any, batches: Sequence[Batch]) -> _Path:
+def _path(training: Trains, meta: Meta, carry: Any, batches: Batches) -> _Path:
     """Return the steps to take, or refuse those that cannot be undone."""
     if not isinstance(training, Training) or not isinstance(training.optimizer, Reversible):
         found = training.optimizer if isinstance(training, Training) else type(training).__name__

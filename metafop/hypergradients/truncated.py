@@ -1,6 +1,5 @@
 """Truncated windows: a long training cut into short unrolls, the optimizer's state carried over."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from metafop import tree
 from metafop.hypergradients.adjoint import adjoint
 from metafop.hypergradients.unroll import horizon
-from metafop.types import Batch, Estimate, Estimator, Meta, OuterLoss, Trains
+from metafop.types import Batch, Batches, Estimate, Estimator, Meta, OuterLoss, Trains
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Truncated:
             raise ValueError(f"Truncated takes windows of at least 1 step, got steps={self.steps!r}.")
 
     def __call__(
-        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Sequence[Batch]
+        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
         total = horizon(training, meta, carry, batches)
         windows: list[Estimate] = []
@@ -54,17 +53,15 @@ class Truncated:
 
 
 @dataclass(frozen=True)
-class _Window(Sequence[Batch]):
+class _Window:
     """`steps` batches from `start`, each fetched when it is asked for."""
 
-    batches: Sequence[Batch]
+    batches: Batches
     start: int
     steps: int
 
     def __len__(self) -> int:
         return self.steps
 
-    def __getitem__(self, t: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]: no slices
-        if t >= self.steps:
-            raise IndexError(t)
+    def __getitem__(self, t: int) -> Batch:
         return self.batches[self.start + t]

@@ -13,13 +13,13 @@ from torch.func import grad_and_value, jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metafop import tree
-from metafop.types import Batch, Carry, Meta, OuterLoss, Params, Seen, Trains
+from metafop.types import Batch, Batches, Carry, Meta, OuterLoss, Params, Seen, Trains
 
 Over = Literal["reverse", "forward"]
 Cotangent = list[Tensor]  # for each floating-point leaf of a carry
 
 
-def horizon(training: Trains, meta: Meta, carry: Any, batches: Sequence[Batch]) -> int:
+def horizon(training: Trains, meta: Meta, carry: Any, batches: Batches) -> int:
     """Return T, the number of steps, or refuse what cannot be unrolled."""
     if not hasattr(batches, "__len__") or not hasattr(batches, "__getitem__"):
         raise TypeError(
@@ -32,12 +32,12 @@ def horizon(training: Trains, meta: Meta, carry: Any, batches: Sequence[Batch]) 
     return len(batches)
 
 
-def unfused() -> AbstractContextManager[None]:
+def unfused() -> AbstractContextManager[Any]:
     """Return a context in which attention can be differentiated twice: torch's fused kernels cannot."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def batch_at(batches: Sequence[Batch], t: int) -> Batch:
+def batch_at(batches: Batches, t: int) -> Batch:
     try:
         return batches[t]
     except (IndexError, KeyError):

@@ -39,6 +39,7 @@ class ReversibleMomentum:
 
     decay is rounded to a multiple of 1/denominator within (0, 1). Values are exact up to ±2^(52 - bits), and
     not a number beyond. Derivatives are those of momentum with these values: a rounding has derivative 1.
+    (docs/math.md, 24)
 
     >>> ball, params, ones = ReversibleMomentum(), {"w": torch.tensor([0.3])}, {"w": torch.ones(1)}
     >>> hyper, opt = ball.hyper(lr=0.1, decay=0.5), ball.init(params)

@@ -28,7 +28,7 @@ class Scheduled:
     hyper_t = hyper[min(t, T - 1)],    θ', opt' = optimizer(hyper_t, θ, opt, d),    t' = t + 1
 
     Every entry is a hyperparameter and has a derivative; a dict by parameter name has a schedule for each.
-    It can be undone if what it wraps can.
+    It can be undone if what it wraps can. (docs/math.md, 25)
 
     >>> scheduled, params, ones = Scheduled(SGD()), {"w": torch.zeros(1)}, {"w": torch.ones(1)}
     >>> hyper = scheduled.hyper(SGD().hyper(lr=0.1), steps=3, schedules={"lr": [0.4, 0.2, 0.1]})
