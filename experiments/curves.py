@@ -1,4 +1,4 @@
-"""What does training gain from hyperparameters that are tuned, learned online, or learned through many steps?"""
+"""What does training gain from hyperparameters that are tuned, learned online, or learned by unrolling?"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +33,14 @@ class Curves:
     meta_steps: int = 40  # each through the horizon
     horizon: int = 100  # steps that are unrolled
     together: int = 4  # networks that a meta step is averaged over
-    tuning: int = 16  # networks to choose and learn on
+    tuning: int = 8  # networks to choose and learn on
     fresh: int = 16  # networks to report on
     steps: int = 300  # of training
     batch: int = 64  # images in a batch
+
+    @property
+    def networks(self) -> int:
+        return self.tuning + self.fresh
 
 
 class Method(NamedTuple):
@@ -44,12 +48,11 @@ class Method(NamedTuple):
 
     way: Way
     chosen: str
-    gradients: int = 0
-    products: int = 0  # of a Hessian and a vector
+    gradients: int = 0  # and their derivatives
 
 
 class Curve(NamedTuple):
-    """The loss on the batch, the test loss before the step and its learning rate: (steps, networks)."""
+    """The loss on the batch, the test loss after the step and its learning rate: (steps, networks)."""
 
     training: Tensor
     test: Tensor
@@ -86,10 +89,11 @@ def best(
     """Return the value with which networks have the least validation loss after training on `order`."""
     networks = torch.arange(len(order)).repeat(len(values))
     way = begin(networks, torch.tensor(values, dtype=torch.float64).repeat_interleave(len(order)))
-    losses = torch.tensor(torch.nan)
-    for _, _, _, state in steps(way, order[networks]):
-        losses = vmap(digits.validation)(state)
+    state = way.state
+    for *_, after in steps(way, order[networks]):
+        state = after
         tick()
+    losses = vmap(digits.validation)(state)
     return values[int(losses.view(len(values), -1).mean(1).nan_to_num(torch.inf).argmin())]
 
 
@@ -126,8 +130,8 @@ def prepare(
     meta = learn_schedule(task, settings.lr, settings.meta_lr, settings.meta_steps, out / "unrolled")
     unrolled = settings.meta_steps * settings.together * settings.horizon
     chosen = f"lr {meta.hyper.lr.min():.2g} to {meta.hyper.lr.max():.2g}"
-    # Going back, the adjoint takes each gradient again to differentiate it.
-    methods["unrolled"] = Method(scheduled(digits, fresh, meta), chosen, 2 * unrolled, unrolled)
+    # Ahead a gradient; back the same again, to differentiate it, and its derivative (a Hessian times a vector).
+    methods["unrolled"] = Method(scheduled(digits, fresh, meta), chosen, 3 * unrolled)
     return methods
 
 
@@ -143,9 +147,9 @@ def measure(
     curves = {}
     for name, method in methods.items():
         found = []
-        for t, state, value, _ in steps(method.way, order):
+        for t, state, value, after in steps(method.way, order):
             lrs = method.way.lr(method.way.steer, state, t)
-            found.append(torch.stack([value, vmap(digits.test)(state), lrs]))
+            found.append(torch.stack([value, vmap(digits.test)(after), lrs]))
             tick(METHODS[name][0])
         curves[name] = Curve(*torch.stack(found, dim=1))
     return curves
@@ -156,22 +160,31 @@ def report(
 ) -> dict[str, run.Figure]:
     """Print the losses that each method leads to, and what it took beforehand; return the figures."""
     figures: dict[str, run.Figure] = {}
-    ends = {"horizon": min(settings.horizon, settings.steps - 1), "end": settings.steps - 1}
+    ends = {"horizon": min(settings.horizon, settings.steps), "final": settings.steps}
     rows = []
     for name, method in methods.items():
         cells = []
         for end, t in ends.items():
-            losses = curves[name].test[t]
+            losses = curves[name].test[t - 1]
             mean, error = losses.mean().item(), losses.std(correction=0).item() / len(losses) ** 0.5
             cells.append(f"{mean:.3f} ± {error:.3f}")
-            figures[f"test_loss_{end}_{name}"] = round(mean, 4) if math.isfinite(mean) else None
+            figures[f"{end}_loss_{name}"] = round(mean, 4) if math.isfinite(mean) else None
         figures[f"gradients_before_{name}"] = method.gradients
-        spent = [f"{method.gradients:,}", f"{method.products:,}"]
-        rows.append([METHODS[name][0], *cells, method.chosen, *spent])
-    tests = [f"test loss, step {t}" for t in ends.values()]
-    columns = ["", *tests, "chosen, learned", "gradients before", "Hessian products"]
-    run.show(out, f"{settings.fresh} fresh networks, mean ± standard error", columns, rows)
+        rows.append([METHODS[name][0], *cells, method.chosen, f"{method.gradients:,}"])
+    columns = ["", *(f"after {t} steps" for t in ends.values()), "chosen", "gradients before"]
+    run.show(out, f"Test loss of {settings.fresh} fresh networks, mean ± standard error", columns, rows)
     return figures
+
+
+def say(settings: Curves, methods: dict[str, Method], curves: dict[str, Curve]) -> list[str]:
+    sentences = []
+    for steps in sorted({min(settings.horizon, settings.steps), settings.steps}):
+        losses = {name: curve.test[steps - 1].mean().item() for name, curve in curves.items()}
+        ranked = [f"{METHODS[name][0]} {losses[name]:.3f}" for name in sorted(losses, key=losses.__getitem__)]
+        sentences.append(f"Test loss of fresh networks after {steps} steps: {'; '.join(ranked)}.")
+    spent = [f"{method.gradients:,} ({METHODS[name][0]})" for name, method in methods.items()]
+    sentences.append(f"Gradients taken beforehand, to choose or learn: {', '.join(spent)}.")
+    return sentences
 
 
 def log(curves: dict[str, Curve], logger: Logger) -> None:

@@ -15,6 +15,7 @@ from experiments import run
 from metafop import SGD, Carry, Training
 from metafop.functional import plain
 from metafop.hypergradients import adjoint
+from metafop.tensorboard import Logger
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Quadratic:
     horizons: tuple[int, ...] = (1, 2, 5, 10, 20, 50, 100, 200)  # T
     samples: int = 1000  # runs, each with its own noise
     race: int = 500  # steps that greedy and fixed learning rates are compared over
+
+    @property
+    def ticks(self) -> int:
+        return len(SITUATIONS) * len(self.horizons)
 
     @property
     def curvature(self) -> Tensor:
@@ -107,7 +112,7 @@ def judged(
         return 0.5 * (h * carry.params["x"] ** 2).sum()
 
     def hypergradient(carry: Carry, centers: Tensor) -> Tensor:
-        return adjoint(training, above_floor, meta, carry, centers).grads.hyper.lr
+        return adjoint(training, above_floor, meta, carry, list(centers)).grads.hyper.lr
 
     def noise(steps: int) -> Tensor:
         return torch.randn(settings.samples, steps, len(h), dtype=h.dtype, generator=generator)
@@ -160,12 +165,36 @@ def report(settings: Quadratic, found: dict[str, Found], out: Path) -> dict[str,
             figures[f"quadratic_{name}_dlr_t{steps}"] = round(mean.item(), 4)
             figures[f"quadratic_{name}_dlr_t{steps}_expected"] = round(exact.item(), 4)
         figures[f"quadratic_{name}_flip_horizon"] = judged.flip
-    title = f"Noisy quadratic: mean dJ/dlr of {settings.samples} runs ± standard error, its expectation, a verdict"
+    title = f"Noisy quadratic: mean dJ/dlr of {settings.samples} runs ± standard error, and its expectation"
     run.show(out, title, ["where", "T", "by adjoint", "expected", "the lr?"], rows)
     greedy, fixed = race(settings)
     figures["quadratic_race_greedy"] = round(greedy.losses[-1].item(), 4)
     figures["quadratic_race_fixed"] = round(fixed.losses[-1].item(), 4)
     return figures
+
+
+def say(settings: Quadratic, found: dict[str, Found]) -> list[str]:
+    sentences = []
+    for name, judged in found.items():
+        greedy, later = ("raise", "lower") if judged.expected[0] < 0 else ("lower", "raise")
+        flip = (
+            f"every T from {judged.flip} on says {later}" if judged.flip else "so does every longer horizon"
+        )
+        sentences.append(f"Noisy quadratic, {name}: T = 1 says {greedy} the learning rate; {flip}.")
+    greedy, fixed = race(settings)
+    worse = greedy.losses[-1] / fixed.losses[-1]
+    sentences.append(
+        f"There, the best learning rate for each next step leads to {worse:.1f} times the loss of the best fixed "
+        f"one after {settings.race} steps."
+    )
+    return sentences
+
+
+def log(settings: Quadratic, found: dict[str, Found], logger: Logger) -> None:
+    """Write mean dJ/dlr by T."""
+    for name, judged in found.items():
+        for steps, mean in zip(settings.horizons, judged.means, strict=True):
+            logger.info(steps, {f"noisy quadratic, dJ by dlr/{name}": mean})
 
 
 def draw(settings: Quadratic, found: dict[str, Found], out: Path) -> None:

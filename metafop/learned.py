@@ -8,27 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metafop import checks, tree
-from metafop.optimizers.hyper import Free, extremes, fitted
-from metafop.preconditioners import aged, clocks
+from metafop import checks, parts, tree
+from metafop.optimizers.hyper import extremes, fitted
+from metafop.preconditioners import aged
 from metafop.safeguards import Bound
 from metafop.types import Domain, Meta, Optimizer, Trains, Tree
 
 
 @dataclass(frozen=True)
 class Learned:
-    """The leaves of meta that `parts` names: lr moves as log lr, decay as logit decay, M as it is.
+    """The leaves of meta that `learn` names: lr moves as log lr, decay as logit decay, M as it is.
 
     h = dx/dz ∂x,    z' = optimizer(z, h),    x' = x(z')    (docs/math.md, 9)
 
-    Each part is a name or the start of some. The time of a `Rescaled` family is never learned: it passes, by
-    one with each step that is learned from. `learner` is who learns, in the sentences of what is refused.
+    Each of its names is a leaf or the start of some. The time of a `Rescaled` family is never learned: it
+    passes, by one with each step that is learned from. `learner` is who learns, in the sentences of what is
+    refused.
     """
 
     learner: str
     training: Trains
     optimizer: Optimizer
-    parts: tuple[str, ...]
+    learn: tuple[str, ...]
     bounds: tuple[Bound, ...]
 
     def check(self) -> None:
@@ -38,15 +39,10 @@ class Learned:
             raise TypeError(
                 f"{self.learner} takes a tuple of bounds, got {self.bounds!r}. Pass bounds=(...,)."
             )
-        if not isinstance(self.parts, tuple) or not self.parts:
-            raise ValueError(
-                f"{self.learner} learns a tuple of names, got learn={self.parts!r}. "
-                'Pass for example ("precond", "hyper.lr").'
-            )
+        parts.check(self.learner, self.learn)
 
     def steer(self, meta: Meta, hyper: Any) -> Meta:
         """Return what steers the learner: the optimizer's `hyper`, as precise as what is learned."""
-        self._check_parts(meta)
         return Meta(fitted(self.optimizer, hyper, self.of(meta)), {})
 
     def check_steer(self, steer: Meta) -> None:
@@ -59,7 +55,6 @@ class Learned:
 
     def init(self, meta: Meta) -> Tree:
         """Return the optimizer's state before the first step, or refuse a leaf that could never move."""
-        self._check_parts(meta)
         learned = self.of(meta)
         for name, value in learned.items():
             for place, number in extremes(name, value):
@@ -72,12 +67,8 @@ class Learned:
 
     def of(self, meta: Meta) -> dict[str, Tensor]:
         """Return the leaves that move, by name."""
-        passing = self._clocks(meta)
-        return {
-            name: leaf
-            for name, leaf in tree.named(meta).items()
-            if name not in passing and any(name == part or name.startswith(f"{part}.") for part in self.parts)
-        }
+        passing, learned = parts.times(meta), parts.named(self.learner, self.learn, meta)
+        return {name: leaf for name, leaf in learned.items() if name not in passing}
 
     def chained(self, meta: Meta, grads: Meta) -> Meta:
         """Return the derivatives in the coordinates of what is learned; zero in all else."""
@@ -107,26 +98,10 @@ class Learned:
         bounded = tree.replace(bounded, moved)
         for bound in self.bounds:
             bounded = bound(bounded)
-        moving = moved.keys() | self._clocks(meta)
+        moving = moved.keys() | parts.times(meta)
         new_meta = tree.replace(meta, {k: x for k, x in tree.named(bounded).items() if k in moving})
         moves = moves & tree.all_finite(self.of(new_meta))
         return *tree.where(moves, (new_meta, new_opt), (meta, opt)), moves
 
-    def _check_parts(self, meta: Meta) -> None:
-        names = tree.named(meta)
-        for part in self.parts:
-            if not any(name == part or name.startswith(f"{part}.") for name in names):
-                raise ValueError(
-                    f"{self.learner} is to learn {part!r}, but meta holds only {sorted(names)}. "
-                    "Name one of these or the start of one, or give the training a preconditioner to learn."
-                )
-
-    def _clocks(self, meta: Meta) -> set[str]:
-        return {name for k, m in meta.precond.items() for name in clocks(m, f"precond.{k}")}
-
     def _domain(self, name: str) -> Domain:
-        part, _, rest = name.partition(".")
-        return self.training.domains[rest.partition(".")[0]] if part == "hyper" else _FREE
-
-
-_FREE = Free()
+        return parts.domain(self.training, name)

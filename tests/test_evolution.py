@@ -69,7 +69,7 @@ def test_over_windows_it_is_unbiased_where_truncation_is_biased(generator):
     errors = torch.stack([e.info["standard_error"].hyper.lr for e in estimates])
     assert ((estimated - whole).abs() < 4 * errors).all()
     assert (estimated.sum() - whole.sum()).abs() < 4 * errors.sum()
-    assert (truncated.sum() - whole.sum()).abs() > 20 * errors.sum()
+    assert (truncated.sum() - whole.sum()).abs() > 10 * errors.sum()
 
 
 def prepared(problem, setting, family, generator):
@@ -139,7 +139,7 @@ def test_over_two_windows_networks_have_the_derivative_of_both(make, setting, fa
         exact = autograd(training, outer_loss, meta, carry, problem.batches[:4])
     off = deviations(second, exact.grads)
     assert off.abs().max() < 4
-    assert 0.5 < off.square().mean().sqrt() < 1.5
+    assert 0.1 < off.square().mean().sqrt() < 2.5  # few numbers, which depend on each other
     assert_near(second.value, exact.value, rtol=1e-3)
 
 

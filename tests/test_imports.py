@@ -14,7 +14,7 @@ STOREYS = [
     {"types"},
     {"tree"},
     {"functional", "optimizers", "preconditioners", "checks"},
-    {"training"},
+    {"training", "parts"},
     {"hypergradients", "safeguards", "diagnostics"},
     {"learned"},
     {"online", "unrolled"},

@@ -3,21 +3,18 @@
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 from torch.func import vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metafop import tree
-from metafop.hypergradients.forward import Learned, check_learn, left_out, named_parts
-from metafop.hypergradients.unroll import batch_at, horizon, outer_value
-from metafop.optimizers import Free
-from metafop.preconditioners import clocks
-from metafop.types import Batch, Domain, Estimate, Meta, OuterLoss, Trains
+from metafop import parts, tree
+from metafop.hypergradients.forward import learned_leaves, left_out
+from metafop.hypergradients.unroll import batch_at, horizon, outer_value, unfused
+from metafop.types import Batches, Domain, Estimate, Meta, OuterLoss, Trains
 
 
 class EvolutionCarry(NamedTuple):
@@ -28,7 +25,7 @@ class EvolutionCarry(NamedTuple):
     """
 
     carries: Any
-    perturbations: Learned | tuple[()]
+    perturbations: parts.Leaves | tuple[()]
     rng: Tensor
 
 
@@ -66,7 +63,8 @@ class Evolution:
     sigma: float = 0.01
 
     def __post_init__(self) -> None:
-        check_learn("Evolution", self.learn)
+        if self.learn is not None:
+            parts.check("Evolution", self.learn)
         if not isinstance(self.pairs, int) or self.pairs < 2:
             raise ValueError(
                 f"Evolution takes two pairs or more, to see how far they differ, got pairs={self.pairs!r}. "
@@ -85,12 +83,11 @@ class Evolution:
                 "Pass torch.Generator().manual_seed(seed)."
             )
         seed = int(torch.randint(2**62, (), generator=rng, device=rng.device))
-        return EvolutionCarry(
-            tree.stack(2 * self.pairs * [carry]), (), Generator().manual_seed(seed).get_state()
-        )
+        own = Generator().manual_seed(seed)
+        return EvolutionCarry(tree.stack(2 * self.pairs * [carry]), (), own.get_state())
 
     def __call__(
-        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Sequence[Batch]
+        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
         self._check_carry(carry)
         steps = horizon(training, meta, tree.map(lambda x: x[0], carry.carries), batches)
@@ -98,7 +95,7 @@ class Evolution:
         noise, rng = self._drawn(leaves, carry.rng)
         sums = _added(carry.perturbations, noise)
 
-        def unrolled(noise: Learned, carry: Any) -> tuple[Tensor, Any, Tensor]:
+        def unrolled(noise: parts.Leaves, carry: Any) -> tuple[Tensor, Any, Tensor]:
             moved, values = tree.replace(meta, {k: leaf.moved(noise[k]) for k, leaf in leaves.items()}), []
             for t in range(steps):
                 seen = training.evaluate(carry, batch_at(batches, t))
@@ -107,7 +104,7 @@ class Evolution:
             return outer_value(outer_loss, carry), carry, torch.stack(values)
 
         both = {name: torch.cat([x, -x]) for name, x in noise.items()}
-        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no rule for vmap
+        with unfused():  # nor has fused attention a rule for vmap
             (losses, carries, values), slow = _for_each(unrolled, both, carry.carries)
 
         plus, minus = losses.chunk(2)
@@ -140,28 +137,30 @@ class Evolution:
 
     def _leaves(self, training: Trains, meta: Meta) -> tuple[dict[str, _Leaf], list[str]]:
         """Return the leaves that are perturbed, and what is to be said of the others."""
-        learned = named_parts("Evolution", self.learn, meta)
-        passing = {name for k, m in meta.precond.items() for name in clocks(m, f"precond.{k}")}
-        leaves = {k: _Leaf(x, _domain(training, k)) for k, x in learned.items() if k not in passing}
+        learned = learned_leaves("Evolution", self.learn, meta)
+        passing = parts.times(meta)
+        leaves = {k: _Leaf(x, parts.domain(training, k)) for k, x in learned.items() if k not in passing}
         stuck = [k for k, leaf in leaves.items() if not leaf.inside.all()]
         if all(not leaf.inside.any() for leaf in leaves.values()):
             raise ValueError(
                 f"Evolution has nothing to perturb: {', '.join(learned)} lie on the boundary of their range, "
                 "or are times, which pass. Name something in learn that can move."
             )
-        why = {"what lies on the boundary of its range": stuck, "times, which pass": passing & learned.keys()}
+        zeros = {
+            "what lies on the boundary of its range": stuck,
+            "times, which pass": passing & learned.keys(),
+        }
         notes = [
-            f"Zeros stand for the derivatives in {k}: {', '.join(sorted(v))}." for k, v in why.items() if v
+            f"Zeros stand for the derivatives in {k}: {', '.join(sorted(v))}." for k, v in zeros.items() if v
         ]
         return leaves, [left_out(meta, learned), *notes]
 
-    def _drawn(self, leaves: dict[str, _Leaf], state: Tensor) -> tuple[Learned, Tensor]:
+    def _drawn(self, leaves: dict[str, _Leaf], state: Tensor) -> tuple[parts.Leaves, Tensor]:
         """Return ε for each pair, and the state of the generator after."""
         rng = Generator()
         rng.set_state(state.cpu())
-        return {
-            name: leaf.drawn(self.pairs, self.sigma, rng) for name, leaf in leaves.items()
-        }, rng.get_state()
+        noise = {name: leaf.drawn(self.pairs, self.sigma, rng) for name, leaf in leaves.items()}
+        return noise, rng.get_state()
 
 
 evolution = Evolution()
@@ -195,12 +194,7 @@ class _Leaf(NamedTuple):
         return torch.where(self.inside, (derivative / slope).to(self.value.dtype), 0.0)
 
 
-def _domain(training: Trains, name: str) -> Domain:
-    part, _, rest = name.partition(".")
-    return training.domains[rest.partition(".")[0]] if part == "hyper" else Free()
-
-
-def _added(perturbations: Learned | tuple[()], noise: Learned) -> Learned:
+def _added(perturbations: parts.Leaves | tuple[()], noise: parts.Leaves) -> parts.Leaves:
     if not perturbations:
         return noise
     if perturbations.keys() != noise.keys():

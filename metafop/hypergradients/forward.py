@@ -2,16 +2,15 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import jvp, vjp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metafop import tree
+from metafop import parts, tree
 from metafop.hypergradients.unroll import (
     Cotangent,
     Over,
@@ -21,10 +20,10 @@ from metafop.hypergradients.unroll import (
     held,
     horizon,
     outer_pull,
+    unfused,
 )
-from metafop.types import Batch, Estimate, Meta, OuterLoss, Params, Seen, Trains
+from metafop.types import Batch, Batches, Estimate, Meta, OuterLoss, Params, Seen, Trains
 
-Learned = dict[str, Tensor]  # leaves of meta, by name
 Tangents = list[Tensor]  # for each floating-point leaf of a carry, one row for each learned number
 
 
@@ -67,31 +66,30 @@ class Forward:
     learn: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_learn("Forward", self.learn)
+        if self.learn is not None:
+            parts.check("Forward", self.learn)
 
     def init(self, carry: Any) -> ForwardCarry:
         return ForwardCarry(carry, ())
 
     def __call__(
-        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Sequence[Batch]
+        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
         goes_on = isinstance(carry, ForwardCarry)
         start, tangents = carry if goes_on else self.init(carry)
         steps = horizon(training, meta, start, batches)
-        learned = named_parts("Forward", self.learn, meta)
+        learned = learned_leaves("Forward", self.learn, meta)
         tangents = _fitting(tangents, start, learned)
         after, sizes = start, tree.norm(tangents)[None]
         values = sizes[:0]
-        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+        with unfused():
             reason = forward_fails(training, start, batch_at(batches, 0))
             step = _StepAhead(training, meta, learned, _ways(learned), "reverse" if reason else "forward")
             for t in range(steps):
                 after, value, tangents = step(after, batch_at(batches, t), tangents)
                 # Not lists: over many steps, small tensors that stay would scatter the memory of large ones.
-                values, sizes = (
-                    torch.cat([values, value[None]]),
-                    torch.cat([sizes, tree.norm(tangents)[None]]),
-                )
+                values = torch.cat([values, value[None]])
+                sizes = torch.cat([sizes, tree.norm(tangents)[None]])
             value, cotangent = outer_pull(outer_loss, after)
             info = findings(outer_loss, start, after, value, values.unbind())
         grads = tree.replace(tree.zeros_like(meta), _contracted(tangents, cotangent, learned))
@@ -100,29 +98,12 @@ class Forward:
         return Estimate(value, grads, ForwardCarry(after, tangents) if goes_on else after, info)
 
 
-def check_learn(owner: str, learn: tuple[str, ...] | None) -> None:
-    if learn is not None and (not isinstance(learn, tuple) or not learn):
-        raise ValueError(
-            f"{owner} learns a tuple of names, or all for None, got learn={learn!r}. "
-            'Pass for example ("precond", "hyper.lr").'
-        )
-
-
-def named_parts(owner: str, learn: tuple[str, ...] | None, meta: Meta) -> Learned:
+def learned_leaves(owner: str, learn: tuple[str, ...] | None, meta: Meta) -> parts.Leaves:
     """Return the leaves of meta that `learn` names; all for None."""
-    names, found = tree.named(meta), set()
-    for part in names if learn is None else learn:
-        fitting = {name for name in names if name == part or name.startswith(f"{part}.")}
-        if not fitting:
-            raise ValueError(
-                f"{owner} is to learn {part!r}, but meta holds only {sorted(names)}. "
-                "Name one of these or the start of one."
-            )
-        found |= fitting
-    return {name: leaf for name, leaf in names.items() if name in found}
+    return tree.named(meta) if learn is None else parts.named(owner, learn, meta)
 
 
-def left_out(meta: Meta, learned: Learned) -> str:
+def left_out(meta: Meta, learned: parts.Leaves) -> str:
     """Say what is not learned, if there is any."""
     others = ", ".join(name for name in tree.named(meta) if name not in learned)
     return others and f"Zeros stand for the derivatives in what learn does not name: {others}."
@@ -142,8 +123,8 @@ class _StepAhead:
 
     training: Trains
     meta: Meta
-    learned: Learned
-    ways: Learned  # the direction of every learned number, one a row
+    learned: parts.Leaves
+    ways: parts.Leaves  # the direction of every learned number, one a row
     over: Over
 
     def __call__(self, carry: Any, batch: Batch, tangents: Tangents) -> tuple[Any, Tensor, Tangents]:
@@ -152,7 +133,9 @@ class _StepAhead:
         seen, d_grads = self._evaluate(carry, batch, d_params)
         d_value = _dots(list(d_params.values()), [seen.grads[k] for k in d_params]).to(seen.value.dtype)
 
-        def advance(learned: Learned, floats: list[Tensor], grads: Params, value: Tensor) -> tuple[Any, Any]:
+        def advance(
+            learned: parts.Leaves, floats: list[Tensor], grads: Params, value: Tensor
+        ) -> tuple[Any, Any]:
             before, looked_at = held(rebuild(floats)), Seen(value, grads, seen.buffers)
             after, _ = self.training.advance(tree.replace(self.meta, learned), before, looked_at)
             return tree.partition(after)[0], after
@@ -190,7 +173,7 @@ def _dots(rows: list[Tensor], x: list[Tensor]) -> Tensor:
     return torch.stack(products).sum(0)
 
 
-def _ways(learned: Learned) -> Learned:
+def _ways(learned: parts.Leaves) -> parts.Leaves:
     """Return the direction of every learned number, one a row: the identity, cut into leaves."""
     numbers, start, ways = _numbers(learned), 0, {}
     for name, leaf in learned.items():
@@ -200,7 +183,7 @@ def _ways(learned: Learned) -> Learned:
     return ways
 
 
-def _fitting(tangents: Tangents | tuple[()], carry: Any, learned: Learned) -> Tangents:
+def _fitting(tangents: Tangents | tuple[()], carry: Any, learned: parts.Leaves) -> Tangents:
     """Return the tangents to start from, zeros if there are none."""
     floats, _ = tree.partition(carry)
     shapes = [(_numbers(learned), *leaf.shape) for leaf in floats]
@@ -212,11 +195,11 @@ def _fitting(tangents: Tangents | tuple[()], carry: Any, learned: Learned) -> Ta
     return list(tangents) or [leaf.new_zeros(shape) for leaf, shape in zip(floats, shapes, strict=True)]
 
 
-def _numbers(learned: Learned) -> int:
+def _numbers(learned: parts.Leaves) -> int:
     return sum(leaf.numel() for leaf in learned.values())
 
 
-def _contracted(tangents: Tangents, cotangent: Cotangent, learned: Learned) -> Learned:
+def _contracted(tangents: Tangents, cotangent: Cotangent, learned: parts.Leaves) -> parts.Leaves:
     """Return ⟨∂value/∂carry, Ċ⟩ for every learned number, each in its place."""
     parts = _dots(tangents, cotangent).split([leaf.numel() for leaf in learned.values()])
     return {

@@ -1,0 +1,45 @@
+"""Which leaves of meta a name stands for, and in which coordinate each of them is learned."""
+
+from torch import Tensor
+
+from metafop import tree
+from metafop.optimizers import Free
+from metafop.preconditioners import clocks
+from metafop.types import Domain, Meta, Trains
+
+Leaves = dict[str, Tensor]  # of meta, by name
+
+
+def check(owner: str, learn: tuple[str, ...]) -> None:
+    """Refuse what is no tuple of names."""
+    if not isinstance(learn, tuple) or not learn:
+        raise ValueError(
+            f'{owner} learns a tuple of names, got learn={learn!r}. Pass for example ("precond", "hyper.lr").'
+        )
+
+
+def named(owner: str, learn: tuple[str, ...], meta: Meta) -> Leaves:
+    """Return the leaves that `learn` names, each of its names a leaf or the start of some."""
+    names = tree.named(meta)
+    for part in learn:
+        if not any(_stands_for(part, name) for name in names):
+            raise ValueError(
+                f"{owner} is to learn {part!r}, but meta holds only {sorted(names)}. "
+                "Name one of these or the start of one, or give the training a preconditioner to learn."
+            )
+    return {name: leaf for name, leaf in names.items() if any(_stands_for(part, name) for part in learn)}
+
+
+def times(meta: Meta) -> set[str]:
+    """Return the names of the times of `Rescaled` families: they pass, and are not learned."""
+    return {name for k, m in meta.precond.items() for name in clocks(m, f"precond.{k}")}
+
+
+def domain(training: Trains, name: str) -> Domain:
+    """Return the range of a leaf, with its coordinate: matrices are learned as they are."""
+    part, _, rest = name.partition(".")
+    return training.domains[rest.partition(".")[0]] if part == "hyper" else Free()
+
+
+def _stands_for(part: str, name: str) -> bool:
+    return name == part or name.startswith(f"{part}.")
