@@ -48,7 +48,7 @@ class Method(NamedTuple):
 
     way: Way
     chosen: str
-    gradients: int = 0  # and their derivatives
+    gradients: int = 0  # a Hessian times a vector counts as one
 
 
 class Curve(NamedTuple):
@@ -130,7 +130,7 @@ def prepare(
     meta = learn_schedule(task, settings.lr, settings.meta_lr, settings.meta_steps, out / "unrolled")
     unrolled = settings.meta_steps * settings.together * settings.horizon
     chosen = f"lr {meta.hyper.lr.min():.2g} to {meta.hyper.lr.max():.2g}"
-    # Ahead a gradient; back the same again, to differentiate it, and its derivative (a Hessian times a vector).
+    # A gradient ahead; going back, the same again and a Hessian times a vector.
     methods["unrolled"] = Method(scheduled(digits, fresh, meta), chosen, 3 * unrolled)
     return methods
 
@@ -167,12 +167,13 @@ def report(
         for end, t in ends.items():
             losses = curves[name].test[t - 1]
             mean, error = losses.mean().item(), losses.std(correction=0).item() / len(losses) ** 0.5
-            cells.append(f"{mean:.3f} ± {error:.3f}")
+            cells.append(f"{mean:.3f}±{error:.3f}")
             figures[f"{end}_loss_{name}"] = round(mean, 4) if math.isfinite(mean) else None
         figures[f"gradients_before_{name}"] = method.gradients
         rows.append([METHODS[name][0], *cells, method.chosen, f"{method.gradients:,}"])
-    columns = ["", *(f"after {t} steps" for t in ends.values()), "chosen", "gradients before"]
-    run.show(out, f"Test loss of {settings.fresh} fresh networks, mean ± standard error", columns, rows)
+    columns = ["", *(f"{t} steps" for t in ends.values()), "chosen", "spent before"]
+    title = f"Test loss of {settings.fresh} fresh networks ± standard error; gradients spent before, to choose or learn"
+    run.show(out, title, columns, rows)
     return figures
 
 
@@ -202,9 +203,11 @@ def draw(settings: Curves, curves: dict[str, Curve], out: Path) -> None:
         band(panels[0], averaged, *METHODS[name], every=AVERAGED)
         band(panels[1], curve.test, *METHODS[name])
         band(panels[2], curve.lrs, *METHODS[name])
-    titles = (f"training loss, mean of {AVERAGED} batches", "test loss", "learning rate")
+    titles = (f"Training loss, mean of {AVERAGED} batches", "Test loss", "Learning rate")
     for axes, title in zip(panels, titles, strict=True):
         axes.axvline(settings.horizon, color="grey", linestyle=":")
+        at = (settings.horizon, 0.01)
+        axes.annotate(" horizon", at, xycoords=("data", "axes fraction"), color="grey", fontsize="small")
         axes.set_yscale("log")
         axes.set_title(title)
         axes.set_xlabel("steps")

@@ -198,12 +198,13 @@ def report(settings: Horizons, agreement: Agreement, out: Path) -> dict[str, run
                         name = f"{part.lower()}_{rule.replace(' ', '_')}_cosine_lr{lr:g}_step{point}_t{steps}"
                         figures[name] = round(agreement.mean(part, rule)[i, j, k].item(), 3)
         title = (
-            f"Learning rate {lr:g}: one step (Σ: summed) against T, same sign of {settings.networks}; cosine"
+            f"Trained with lr {lr:g}: one step (Σ: summed online) against T steps. lr, decay: same sign in so "
+            f"many of {settings.networks} networks; M: cosine ± deviation"
         )
         run.show(out, title, columns, rows)
     horizons = [f"T = {steps}" for steps in settings.steps]
     rows = [
-        [f"{lr:g}, {point}", *(f"{x.mean():+.2g} ± {x.std(correction=0):.2g}" for x in by_steps)]
+        [f"{lr:g}, {point}", *(f"{short(x.mean())} ± {short(x.std(correction=0))}" for x in by_steps)]
         for lr, by_point in zip(settings.lrs, agreement.slopes, strict=True)
         for point, by_steps in zip(settings.points, by_point, strict=True)
     ]
@@ -220,23 +221,29 @@ def report(settings: Horizons, agreement: Agreement, out: Path) -> dict[str, run
 def cell(cosines: Tensor, part: str) -> str:
     """Return the cosine of M with its deviation over networks; of a number, how many have the same sign."""
     if part == "M":
-        return f"{cosines.mean():.2f}±{cosines.std(correction=0):.2f}"
+        return f"{cosines.mean():.2f}±{cosines.std(correction=0):.1f}"
     return str(int((cosines > 0).sum())) if cosines.any() else "zero"
+
+
+def short(x: Tensor) -> str:
+    return f"{x:.0f}" if x.abs() >= 100 else f"{x:.2g}"
 
 
 def say(settings: Horizons, agreement: Agreement) -> list[str]:
     sentences = [f"T = 1 is the online rule: the two differ by {agreement.error:.0e} of their size at most."]
     longer = [k for k, steps in enumerate(settings.steps) if steps > 1]
-    cases = len(longer) * len(settings.points)
+    points, farthest = len(settings.points), max(settings.steps)
     for i, lr in enumerate(settings.lrs):
         one, total = (
-            [str(int((agreement.mean(part, rule)[i][:, longer] >= TRUSTED).sum())) for part in PARTS]
+            [int((agreement.mean(part, rule)[i][:, longer] >= TRUSTED).sum()) for part in PARTS]
             for rule in ("one step", "summed")
         )
+        alike = agreement.slopes[i, :, settings.steps.index(farthest)].sign().mean(-1).abs() >= TRUSTED
         sentences.append(
-            f"Trained with lr {lr:g}, one step agrees with T > 1 (mean cosine of {TRUSTED} or more) in {one[0]} of "
-            f"{cases} cases for the learning rate, {one[1]} for momentum and {one[2]} for M; "
-            f"summed online, in {total[0]}, {total[1]} and {total[2]}."
+            f"Trained with lr {lr:g}, one step agrees with T > 1 (mean cosine of {TRUSTED} or more) in {one[0]} "
+            f"of {len(longer) * points} cases for the learning rate, {one[1]} for momentum and {one[2]} for M; "
+            f"summed online, in {total[0]}, {total[1]} and {total[2]}. The networks agree among themselves about "
+            f"the sign of dJ/dlr through {farthest} steps at {int(alike.sum())} of {points} points."
         )
     return sentences
 
@@ -254,7 +261,7 @@ def log(settings: Horizons, agreement: Agreement, logger: Logger) -> None:
 def draw(settings: Horizons, agreement: Agreement, out: Path) -> None:
     """A map for each part and learning rate: dark blue where one step says what T steps say."""
     figure = Figure(figsize=(13, 6.4), layout="constrained")
-    halves = list(np.atleast_1d(figure.subfigures(1, 2, width_ratios=(1, 1.12), wspace=0.02)))
+    halves = [figure.add_subfigure(place) for place in figure.add_gridspec(1, 2, width_ratios=(1, 1.12))]
     colours = ScalarMappable(Normalize(-1, 1), "RdBu")
     titles = {
         "one step": "One step: the derivative of the first step alone",

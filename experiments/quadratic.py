@@ -53,8 +53,8 @@ class Situation(NamedTuple):
 
 BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"  # Okabe and Ito's, for the colour-blind
 SITUATIONS = {
-    "start": Situation("at the start, not far from the noise floor", 0.5, 1.0, 0),
-    "middle": Situation("in the middle: steep directions are done, flat ones are not", 0.3, 10.0, 100),
+    "start": Situation("Start, near the noise floor", 0.5, 1.0, 0),
+    "middle": Situation("Middle: steep directions done, flat ones not", 0.3, 10.0, 100),
 }
 
 
@@ -184,8 +184,8 @@ def say(settings: Quadratic, found: dict[str, Found]) -> list[str]:
     greedy, fixed = race(settings)
     worse = greedy.losses[-1] / fixed.losses[-1]
     sentences.append(
-        f"There, the best learning rate for each next step leads to {worse:.1f} times the loss of the best fixed "
-        f"one after {settings.race} steps."
+        f"The best learning rate for each next step leads to {worse:.1f} times the loss of the best fixed one, "
+        f"{settings.race} steps on."
     )
     return sentences
 
@@ -198,27 +198,29 @@ def log(settings: Quadratic, found: dict[str, Found], logger: Logger) -> None:
 
 
 def draw(settings: Quadratic, found: dict[str, Found], out: Path) -> None:
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    figure = Figure(figsize=(13, 4.4), layout="constrained")
     panels = figure.subplots(1, len(found) + 1)
     for axes, (name, judged) in zip(panels, found.items(), strict=False):
         draw_slopes(axes, settings, SITUATIONS[name], judged)
-    axes, ways = panels[-1], race(settings)
-    for way, label, colour in zip(
-        ways, ("best lr for the next step", "best fixed lr"), (ORANGE, BLUE), strict=True
-    ):
-        axes.loglog(range(1, settings.race + 2), way.losses, color=colour, linewidth=2, label=label)
+    axes, (greedy, fixed) = panels[-1], race(settings)
+    steps = range(1, settings.race + 1)
+    axes.loglog(
+        steps, greedy.losses[1:], color=ORANGE, linewidth=2, label="greedy: best lr for the next step"
+    )
+    best = f"best fixed lr for {settings.race} steps, {fixed.lrs[0]:.2f}"
+    axes.loglog(steps, fixed.losses[1:], color=BLUE, linewidth=2, label=best)
     axes.set_title("What greed costs, from far away")
-    axes.set_xlabel("steps + 1")
+    axes.set_xlabel("steps")
     axes.set_ylabel("expected loss above its floor")
     axes.legend()
     figure.savefig(out / "quadratic.png", dpi=110)
 
 
 def draw_slopes(axes: Axes, settings: Quadratic, situation: Situation, judged: Found) -> None:
-    every = range(1, len(judged.expected) + 1)
-    axes.fill_between(every, judged.expected.clamp(max=0), color=BLUE, alpha=0.15, linewidth=0)
-    axes.fill_between(every, judged.expected.clamp(min=0), color=ORANGE, alpha=0.15, linewidth=0)
-    axes.plot(every, judged.expected, color="black", linewidth=1, label="expectation, closed form")
+    every, slopes = range(1, len(judged.expected) + 1), judged.expected
+    axes.fill_between(every, slopes, where=slopes.numpy() <= 0, color=BLUE, alpha=0.2, linewidth=0)
+    axes.fill_between(every, slopes, where=slopes.numpy() >= 0, color=ORANGE, alpha=0.25, linewidth=0)
+    axes.plot(every, slopes, color="black", linewidth=1, label="expectation, in closed form")
     axes.errorbar(
         settings.horizons,
         judged.means,
@@ -227,14 +229,17 @@ def draw_slopes(axes: Axes, settings: Quadratic, situation: Situation, judged: F
         marker="o",
         linestyle="",
         capsize=4,
-        label=f"adjoint, {settings.samples} runs, ± 2 standard errors",
+        label=f"adjoint, {settings.samples} runs ± 2 standard errors",
     )
     axes.axhline(0, color="black", linewidth=0.8)
     if judged.flip:
         axes.axvline(judged.flip, color="grey", linestyle=":")
-        axes.annotate(f"flips at T = {judged.flip}", (judged.flip, 0), (6, 6), textcoords="offset points")
+        axes.annotate(f" T = {judged.flip}", (judged.flip, 1), xycoords=("data", "axes fraction"), va="top")
     axes.set_xscale("log")
+    axes.set_xticks(settings.horizons, [str(steps) for steps in settings.horizons], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.margins(y=0.25)
     axes.set_title(situation.label)
     axes.set_xlabel("T, steps until the loss that counts")
-    axes.set_ylabel("dJ/dlr (below 0: raise the lr, above: lower it)")
-    axes.legend(fontsize="small")
+    axes.set_ylabel("dJ/dlr:  ← raise the lr    lower the lr →")
+    axes.legend(fontsize="small", loc="lower right" if slopes[-1] > 0 else "lower left")

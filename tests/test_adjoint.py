@@ -313,40 +313,6 @@ def test_a_loader_is_refused_and_a_lazy_sequence_is_not(generator):
         adjoint(training, outer_loss, meta, carry, iter(batches))  # pyright: ignore[reportArgumentType]
 
 
-class Short:
-    def __len__(self):
-        return 9
-
-    def __getitem__(self, t):
-        if t >= 2:
-            raise IndexError(t)
-
-
-@pytest.mark.parametrize(
-    "estimator", [autograd, adjoint, Truncated(3)], ids=["autograd", "adjoint", "truncated"]
-)
-@pytest.mark.parametrize(
-    ("outer_loss", "batches", "error", "sentence"),
-    [
-        (None, [], ValueError, "There are no batches"),
-        (None, Short(), ValueError, "run out at step 2, but their len.. promises"),
-        (
-            lambda carry: carry.params["w"],
-            [None],
-            ValueError,
-            r"a scalar, got a tensor of shape \(3,\). Take",
-        ),
-        (lambda carry: 1.0, [None], TypeError, "returns a floating-point tensor, got float"),
-        (lambda carry: torch.ones(()), [None], ValueError, "does not depend on what training moves"),
-    ],
-    ids=["no steps", "short", "vector", "number", "constant"],
-)
-def test_what_cannot_be_unrolled_is_refused_in_a_sentence(outer_loss, batches, error, sentence, estimator):
-    training, usual, meta, carry = quadratic(lr=0.1)
-    with pytest.raises(error, match=sentence):
-        estimator(training, outer_loss or usual, meta, carry, batches)
-
-
 def test_a_memory_budget_is_kept_or_refused():
     training, outer_loss, meta, carry = quadratic(lr=0.1)
     one, batches = tree.size(carry), 100 * [None]

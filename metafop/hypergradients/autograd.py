@@ -7,7 +7,16 @@ from typing import Any
 from torch import Tensor
 from torch.func import grad_and_value
 
-from metafop.hypergradients.unroll import batch_at, findings, held, horizon, outer_value, tracked, unfused
+from metafop import tree
+from metafop.hypergradients.unroll import (
+    batch_at,
+    check_dependence,
+    findings,
+    held,
+    horizon,
+    outer_value,
+    unfused,
+)
 from metafop.types import Batches, Estimate, Meta, OuterLoss, Trains
 
 
@@ -21,7 +30,9 @@ def autograd(training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, ba
             seen = training.evaluate(held(now), batch_at(batches, t))
             now, _ = training.advance(meta, held(now), seen)
             values.append(seen.value)
-        return tracked(outer_value(outer_loss, held(now))), (now, values)
+        value = outer_value(outer_loss, held(now))
+        check_dependence(tree.is_tracked(value))
+        return value, (now, values)
 
     with unfused():
         grads, (value, (after, values)) = grad_and_value(unrolled, has_aux=True)(meta)

@@ -13,7 +13,7 @@ from torch.func import vmap
 
 from metafop import parts, tree
 from metafop.hypergradients.forward import learned_leaves, left_out
-from metafop.hypergradients.unroll import batch_at, horizon, outer_value, unfused
+from metafop.hypergradients.unroll import batch_at, check_dependence, horizon, outer_value, unfused
 from metafop.types import Batches, Domain, Estimate, Meta, OuterLoss, Trains
 
 
@@ -106,6 +106,7 @@ class Evolution:
         both = {name: torch.cat([x, -x]) for name, x in noise.items()}
         with unfused():  # nor has fused attention a rule for vmap
             (losses, carries, values), slow = _for_each(unrolled, both, carry.carries)
+        check_dependence(bool((losses != losses[0]).any()))
 
         plus, minus = losses.chunk(2)
         slopes = (plus - minus) / (2 * self.sigma**2)

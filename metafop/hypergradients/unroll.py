@@ -69,14 +69,13 @@ def outer_value(outer_loss: OuterLoss, carry: Any) -> Tensor:
     return value
 
 
-def tracked(value: Tensor) -> Tensor:
-    """Return the outer loss, or refuse one that does not depend on what is differentiated."""
-    if not tree.is_tracked(value):
+def check_dependence(depends: bool) -> None:
+    """Refuse an outer loss that does not depend on the carry."""
+    if not depends:
         raise ValueError(
             "The outer loss does not depend on what training moves, so that its hypergradient would be zero. "
             "Compute it from the params of the carry that it is given."
         )
-    return value
 
 
 def outer_pull(outer_loss: OuterLoss, carry: Any) -> tuple[Tensor, Cotangent]:
@@ -84,7 +83,9 @@ def outer_pull(outer_loss: OuterLoss, carry: Any) -> tuple[Tensor, Cotangent]:
     floats, rebuild = tree.partition(carry)
 
     def value(floats: list[Tensor]) -> Tensor:
-        return tracked(outer_value(outer_loss, held(rebuild(floats))))
+        value = outer_value(outer_loss, held(rebuild(floats)))
+        check_dependence(tree.is_tracked(value))
+        return value
 
     cotangent, loss = grad_and_value(value)(floats)
     return loss, cotangent
