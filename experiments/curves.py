@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,20 +15,22 @@ from torch.func import vmap
 
 from experiments import run
 from experiments.digits import Digits
-from experiments.ways import Networks, Way, fixed, learn_schedule, online, scheduled
+from experiments.ways import Networks, Way, falling, fixed, learn_schedule, online, scheduled
 from metafop.tensorboard import Logger
+
+AVERAGED = 10  # batches for a point of the training curve
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Momentum 0.9 with a learning rate that is fixed, tuned, learned online, or learned by unrolling.
+    """Momentum 0.9 with a learning rate that is fixed, or falls, or is learned online or by unrolling.
 
     What is chosen or learned beforehand is so on some networks, by their validation loss after `horizon`
     steps; then all methods train fresh networks, on the same batches.
     """
 
-    lr: float = 0.01  # where every method but the tuned one starts: too small
-    lrs: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)  # to choose the tuned one from
+    lr: float = 0.01  # where every method but the tuned ones starts: too small
+    lrs: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4)  # to choose the tuned ones from
     meta_lrs: tuple[float, ...] = (0.01, 0.03, 0.1)  # of Adam online, to choose from
     meta_lr: float = 0.1  # of Adam by unrolling
     meta_steps: int = 40  # each through the horizon
@@ -37,6 +40,10 @@ class Curves:
     fresh: int = 16  # networks to report on
     steps: int = 300  # of training
     batch: int = 64  # images in a batch
+
+    def __post_init__(self) -> None:
+        if self.steps < AVERAGED or self.horizon < 1 or self.meta_steps < 1 or self.together > self.tuning:
+            raise ValueError(f"curves.steps must be {AVERAGED} or more, and together no more than tuning.")
 
     @property
     def networks(self) -> int:
@@ -62,12 +69,12 @@ class Curve(NamedTuple):
 METHODS = {  # by name in the summary: the label, and a colour of Okabe and Ito's, for the colour-blind
     "fixed": ("fixed lr, untuned", "#999999"),
     "tuned": ("fixed lr, tuned", "black"),
+    "falling": ("falling lr, tuned", "#009E73"),
     "online": ("online: lr", "#E69F00"),
     "online_all": ("online: lr, decay, M", "#CC79A7"),
     "unrolled": ("unrolled: lr schedule", "#0072B2"),
 }
 ONLINE = {"online": ("hyper.lr",), "online_all": ("hyper.lr", "hyper.decay", "precond")}
-AVERAGED = 10  # batches for a point of the training curve
 
 
 def steps(way: Way, order: Tensor) -> Iterator[tuple[int, Any, Tensor, Any]]:
@@ -103,35 +110,31 @@ def prepare(
     """Choose and learn what is chosen and learned beforehand."""
     order = digits.draw((settings.tuning, settings.horizon, settings.batch), generator)
     fresh = torch.arange(settings.tuning, settings.tuning + settings.fresh)
-    tried = settings.tuning * settings.horizon  # gradients to try a value
 
     def each(value: float) -> Tensor:
         return torch.full((settings.fresh,), value, dtype=torch.float64)
 
+    ways: dict[str, tuple[str, Sequence[float], Callable[[Tensor, Tensor], Way]]] = {
+        "tuned": ("lr", settings.lrs, partial(fixed, digits)),
+        "falling": ("lr", settings.lrs, partial(falling, digits, horizon=settings.horizon)),
+    }
+    for name, learn in ONLINE.items():
+        ways[name] = ("meta lr", settings.meta_lrs, partial(online, digits, lr=settings.lr, learn=learn))
     methods = {"fixed": Method(fixed(digits, fresh, each(settings.lr)), f"lr {settings.lr:g}")}
-    with run.progress((1 + len(ONLINE)) * settings.horizon) as tick:
-
-        def choose(values: Sequence[float], begin: Callable[[Tensor, Tensor], Way], what: str) -> float:
-            return best(values, begin, digits, order, lambda: tick(f"choosing {what}"))
-
-        lr = choose(settings.lrs, lambda numbers, lrs: fixed(digits, numbers, lrs), "the learning rate")
-        methods["tuned"] = Method(fixed(digits, fresh, each(lr)), f"lr {lr:g}", tried * len(settings.lrs))
-        for name, learn in ONLINE.items():
-
-            def begin(numbers: Tensor, meta_lrs: Tensor, learn: tuple[str, ...] = learn) -> Way:
-                return online(digits, numbers, settings.lr, meta_lrs, learn)
-
-            meta_lr = choose(settings.meta_lrs, begin, f"the meta learning rate, {METHODS[name][0]}")
-            methods[name] = Method(
-                begin(fresh, each(meta_lr)), f"meta lr {meta_lr:g}", tried * len(settings.meta_lrs)
+    with run.progress(len(ways) * settings.horizon) as tick:
+        for name, (what, values, begin) in ways.items():
+            value = best(
+                values, begin, digits, order, lambda name=name: tick(f"choosing: {METHODS[name][0]}")
             )
+            spent = settings.tuning * settings.horizon * len(values)
+            methods[name] = Method(begin(fresh, each(value)), f"{what} {value:g}", spent)
 
-    task = Networks(digits, settings.tuning, settings.together, settings.horizon, settings.batch, seed=seed)
-    meta = learn_schedule(task, settings.lr, settings.meta_lr, settings.meta_steps, out / "unrolled")
-    unrolled = settings.meta_steps * settings.together * settings.horizon
-    chosen = f"lr {meta.hyper.lr.min():.2g} to {meta.hyper.lr.max():.2g}"
-    # A gradient ahead; going back, the same again and a Hessian times a vector.
-    methods["unrolled"] = Method(scheduled(digits, fresh, meta), chosen, 3 * unrolled)
+    task = Networks(digits, settings.tuning, settings.together, settings.horizon, settings.batch, seed)
+    learned = learn_schedule(task, settings.lr, settings.meta_lr, settings.meta_steps, out / "unrolled")
+    way = scheduled(digits, fresh, learned.expand(settings.fresh, -1))
+    # Ahead a gradient a step; going back, the same again and a Hessian times a vector.
+    spent = 3 * settings.meta_steps * settings.together * settings.horizon
+    methods["unrolled"] = Method(way, f"lr {learned.min():.2g}..{learned.max():.2g}", spent)
     return methods
 
 
@@ -171,8 +174,8 @@ def report(
             figures[f"{end}_loss_{name}"] = round(mean, 4) if math.isfinite(mean) else None
         figures[f"gradients_before_{name}"] = method.gradients
         rows.append([METHODS[name][0], *cells, method.chosen, f"{method.gradients:,}"])
-    columns = ["", *(f"{t} steps" for t in ends.values()), "chosen", "spent before"]
-    title = f"Test loss of {settings.fresh} fresh networks ± standard error; gradients spent before, to choose or learn"
+    columns = ["", *(f"{t} steps" for t in ends.values()), "chosen", "gradients"]
+    title = f"Test loss of {settings.fresh} fresh networks ± standard error; gradients spent beforehand"
     run.show(out, title, columns, rows)
     return figures
 
@@ -195,7 +198,10 @@ def log(curves: dict[str, Curve], logger: Logger) -> None:
 
 
 def draw(settings: Curves, curves: dict[str, Curve], out: Path) -> None:
-    figure = Figure(figsize=(13, 4.4), layout="constrained")
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    figure.suptitle(
+        f"Training {settings.fresh} fresh networks: the median, and the middle half of them shaded"
+    )
     panels = figure.subplots(1, 3)
     for name, curve in curves.items():
         whole = curve.training[: len(curve.training) // AVERAGED * AVERAGED]

@@ -23,6 +23,9 @@ class Digits(NamedTuple):
     networks: Params
     images: int
 
+    def __repr__(self) -> str:
+        return f"Digits({ ({k: tuple(x.shape) for k, x in self.networks.items()}) })"
+
     def validation(self, carry: Any) -> Tensor:
         """The loss on the images by which is learned how to train: the outer loss."""
         held = torch.arange(self.images * 3 // 5, self.images * 4 // 5)

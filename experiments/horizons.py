@@ -24,12 +24,10 @@ from metafop.tensorboard import Logger
 class Horizons:
     """Hypergradients at several points of training with momentum 0.9, by learning rate.
 
-    All are derivatives of one outer loss, that of all validation digits, from the same point and on the same
-    batches:
-    T steps    of the loss after T steps, exactly, through all of them
-    one step   of the loss after the first of them: the online rule, with P credited for the last gradient
-    velocity   the same, with P credited for the whole velocity, as `Online` does unless told otherwise
-    summed     the sum of the latter over the T steps: where learning online would go meanwhile
+    All are derivatives of one outer loss, that of all validation digits, from one point on the same batches.
+    "T steps" is exact, of the loss after T steps. "One step" is the online rule: of the loss after the first
+    of them, P credited for the last gradient. "Velocity" credits P for the whole velocity, as `Online` does
+    unless told otherwise; "summed" is its sum over the T steps, where learning online would go meanwhile.
     """
 
     lrs: tuple[float, ...] = (0.003, 0.05, 0.3)  # too small, about right, too large
@@ -38,6 +36,10 @@ class Horizons:
     networks: int = 16  # each trained on its own batches
     batch: int = 64  # images in a batch
     sigma: float = 0.1  # size of M in P = I + M Mᵀ: away from M = 0, where its derivative is zero
+
+    def __post_init__(self) -> None:
+        if 1 not in self.steps or min(self.steps) < 1 or min(self.points) < 0 or self.networks < 1:
+            raise ValueError("horizons.steps must have 1 among them, for the check, and no point be below 0.")
 
     @property
     def ticks(self) -> int:
@@ -198,8 +200,8 @@ def report(settings: Horizons, agreement: Agreement, out: Path) -> dict[str, run
                         name = f"{part.lower()}_{rule.replace(' ', '_')}_cosine_lr{lr:g}_step{point}_t{steps}"
                         figures[name] = round(agreement.mean(part, rule)[i, j, k].item(), 3)
         title = (
-            f"Trained with lr {lr:g}: one step (Σ: summed online) against T steps. lr, decay: same sign in so "
-            f"many of {settings.networks} networks; M: cosine ± deviation"
+            f"Trained with lr {lr:g}: one step (Σ: summed online) against T steps. lr, decay: same sign in "
+            f"so many of {settings.networks} networks; M: cosine ± deviation"
         )
         run.show(out, title, columns, rows)
     horizons = [f"T = {steps}" for steps in settings.steps]
@@ -221,7 +223,7 @@ def report(settings: Horizons, agreement: Agreement, out: Path) -> dict[str, run
 def cell(cosines: Tensor, part: str) -> str:
     """Return the cosine of M with its deviation over networks; of a number, how many have the same sign."""
     if part == "M":
-        return f"{cosines.mean():.2f}±{cosines.std(correction=0):.1f}"
+        return f"{cosines.mean():.2f}±{cosines.std(correction=0):.2f}".replace("0.", ".")
     return str(int((cosines > 0).sum())) if cosines.any() else "zero"
 
 
@@ -240,10 +242,11 @@ def say(settings: Horizons, agreement: Agreement) -> list[str]:
         )
         alike = agreement.slopes[i, :, settings.steps.index(farthest)].sign().mean(-1).abs() >= TRUSTED
         sentences.append(
-            f"Trained with lr {lr:g}, one step agrees with T > 1 (mean cosine of {TRUSTED} or more) in {one[0]} "
-            f"of {len(longer) * points} cases for the learning rate, {one[1]} for momentum and {one[2]} for M; "
-            f"summed online, in {total[0]}, {total[1]} and {total[2]}. The networks agree among themselves about "
-            f"the sign of dJ/dlr through {farthest} steps at {int(alike.sum())} of {points} points."
+            f"Trained with lr {lr:g}, one step agrees with T > 1 (mean cosine of {TRUSTED} or more) in "
+            f"{one[0]} of {len(longer) * points} cases for the learning rate, {one[1]} for momentum and "
+            f"{one[2]} for M; summed online, in {total[0]}, {total[1]} and {total[2]}. "
+            f"Networks agree with each other on the sign of dJ/dlr through {farthest} steps "
+            f"at {alike.sum()} of {points} points."
         )
     return sentences
 
@@ -260,7 +263,11 @@ def log(settings: Horizons, agreement: Agreement, logger: Logger) -> None:
 
 def draw(settings: Horizons, agreement: Agreement, out: Path) -> None:
     """A map for each part and learning rate: dark blue where one step says what T steps say."""
-    figure = Figure(figsize=(13, 6.4), layout="constrained")
+    figure = Figure(figsize=(13, 6.8), layout="constrained")
+    figure.suptitle(
+        "Do one-step hypergradients point where those through T steps do? "
+        f"Mean cosine of {settings.networks} networks; for a single number, 1 is the same sign, -1 the other"
+    )
     halves = [figure.add_subfigure(place) for place in figure.add_gridspec(1, 2, width_ratios=(1, 1.12))]
     colours = ScalarMappable(Normalize(-1, 1), "RdBu")
     titles = {
@@ -268,13 +275,13 @@ def draw(settings: Horizons, agreement: Agreement, out: Path) -> None:
         "summed": "Online: the one-step derivatives, summed over the T steps",
     }
     for half, (rule, title) in zip(halves, titles.items(), strict=True):
-        half.suptitle(title, fontweight="bold")
+        half.suptitle(title, fontweight="bold", fontsize="medium")
         panels = half.subplots(len(PARTS), len(settings.lrs), sharex=True, sharey=True, squeeze=False)
         for row, part in zip(panels, PARTS, strict=True):
             row[0].set_ylabel(f"{PARTS[part]}\nsteps of training before")
-            for axes, values in zip(row, agreement.mean(part, rule), strict=True):
+            for axes, values in zip(row, agreement.mean(part, rule).numpy(), strict=True):
                 axes.imshow(values, cmap=colours.cmap, norm=colours.norm, aspect="auto")
-                for (j, k), value in np.ndenumerate(values.numpy()):
+                for (j, k), value in np.ndenumerate(values):
                     colour = "white" if abs(value) > 0.6 else "black"
                     axes.text(k, j, f"{value:.2f}", ha="center", va="center", color=colour, fontsize="small")
         for axes, lr in zip(panels[0], settings.lrs, strict=True):

@@ -178,14 +178,14 @@ def say(settings: Quadratic, found: dict[str, Found]) -> list[str]:
     for name, judged in found.items():
         greedy, later = ("raise", "lower") if judged.expected[0] < 0 else ("lower", "raise")
         flip = (
-            f"every T from {judged.flip} on says {later}" if judged.flip else "so does every longer horizon"
+            f"T = {judged.flip} is the first to say {later}" if judged.flip else "so do all longer horizons"
         )
         sentences.append(f"Noisy quadratic, {name}: T = 1 says {greedy} the learning rate; {flip}.")
     greedy, fixed = race(settings)
     worse = greedy.losses[-1] / fixed.losses[-1]
     sentences.append(
-        f"The best learning rate for each next step leads to {worse:.1f} times the loss of the best fixed one, "
-        f"{settings.race} steps on."
+        f"The best learning rate for each next step leads to {worse:.1f} times the loss of the best fixed "
+        f"one, {settings.race} steps on."
     )
     return sentences
 
@@ -202,6 +202,7 @@ def draw(settings: Quadratic, found: dict[str, Found], out: Path) -> None:
     panels = figure.subplots(1, len(found) + 1)
     for axes, (name, judged) in zip(panels, found.items(), strict=False):
         draw_slopes(axes, settings, SITUATIONS[name], judged)
+    panels[0].legend(fontsize="small", loc="lower right")
     axes, (greedy, fixed) = panels[-1], race(settings)
     steps = range(1, settings.race + 1)
     axes.loglog(
@@ -218,9 +219,9 @@ def draw(settings: Quadratic, found: dict[str, Found], out: Path) -> None:
 
 def draw_slopes(axes: Axes, settings: Quadratic, situation: Situation, judged: Found) -> None:
     every, slopes = range(1, len(judged.expected) + 1), judged.expected
-    axes.fill_between(every, slopes, where=slopes.numpy() <= 0, color=BLUE, alpha=0.2, linewidth=0)
-    axes.fill_between(every, slopes, where=slopes.numpy() >= 0, color=ORANGE, alpha=0.25, linewidth=0)
-    axes.plot(every, slopes, color="black", linewidth=1, label="expectation, in closed form")
+    axes.fill_between(every, slopes, where=slopes.numpy() <= 0, interpolate=True, color=BLUE, alpha=0.2)
+    axes.fill_between(every, slopes, where=slopes.numpy() >= 0, interpolate=True, color=ORANGE, alpha=0.3)
+    axes.plot(every, slopes, color="black", linewidth=1, label="expected, closed form")
     axes.errorbar(
         settings.horizons,
         judged.means,
@@ -229,17 +230,20 @@ def draw_slopes(axes: Axes, settings: Quadratic, situation: Situation, judged: F
         marker="o",
         linestyle="",
         capsize=4,
-        label=f"adjoint, {settings.samples} runs ± 2 standard errors",
+        label="adjoint, mean ± 2 errors",
     )
     axes.axhline(0, color="black", linewidth=0.8)
     if judged.flip:
-        axes.axvline(judged.flip, color="grey", linestyle=":")
-        axes.annotate(f" T = {judged.flip}", (judged.flip, 1), xycoords=("data", "axes fraction"), va="top")
+        axes.axvline(judged.flip, 0.1, 0.9, color="grey", linestyle=":")
+        beside = (4, 5 if slopes[0] > 0 else -14)  # points from where the curve crosses zero
+        axes.annotate(f"flips at T = {judged.flip}", (judged.flip, 0), beside, textcoords="offset points")
+    for height, text, colour in ((0.97, "↑ lower the lr", "#A65F00"), (0.03, "↓ raise the lr", BLUE)):
+        side = "top" if height > 0.5 else "bottom"
+        axes.text(0.02, height, text, transform=axes.transAxes, va=side, color=colour, fontweight="bold")
     axes.set_xscale("log")
     axes.set_xticks(settings.horizons, [str(steps) for steps in settings.horizons], minor=False)
     axes.set_xticks([], minor=True)
-    axes.margins(y=0.25)
+    axes.margins(y=0.2)
     axes.set_title(situation.label)
     axes.set_xlabel("T, steps until the loss that counts")
-    axes.set_ylabel("dJ/dlr:  ← raise the lr    lower the lr →")
-    axes.legend(fontsize="small", loc="lower right" if slopes[-1] > 0 else "lower left")
+    axes.set_ylabel("dJ/dlr, the loss after T steps by the learning rate")

@@ -1,7 +1,7 @@
 """Ways to train a small network: hyperparameters fixed, learned online, or learned by unrolling."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,11 +10,9 @@ from torch import Generator, Tensor
 from torch.func import vmap
 
 from experiments.digits import Digits
-from metafop import Adam, Carry, Meta, Momentum, Online, Training, assign, tree
+from metafop import Adam, Carry, Meta, Momentum, Online, Scheduled, Training, Unrolled, assign, tree
 from metafop.meta_training import meta_train
-from metafop.optimizers.scheduled import Scheduled
 from metafop.types import Loss, Trains
-from metafop.unrolled import Unrolled
 
 
 class Way(NamedTuple):
@@ -37,7 +35,7 @@ def fixed(digits: Digits, networks: Tensor, lrs: Tensor) -> Way:
     return Way(training, tree.stack(metas), carry, lambda steer, state, t: steer.hyper.lr)
 
 
-def online(digits: Digits, networks: Tensor, lr: float, meta_lrs: Tensor, learn: tuple[str, ...]) -> Way:
+def online(digits: Digits, networks: Tensor, meta_lrs: Tensor, lr: float, learn: tuple[str, ...]) -> Way:
     """Momentum whose hyperparameters (and P, if named) each network learns for itself while it is trained."""
     families = assign(digits.take(networks[0])) if "precond" in learn else {}
     training = Training(digits.loss, Momentum(), families)
@@ -51,12 +49,24 @@ def online(digits: Digits, networks: Tensor, lr: float, meta_lrs: Tensor, learn:
     return Way(learner, tree.stack(steers), tree.stack(states), lambda steer, state, t: state.meta.hyper.lr)
 
 
-def scheduled(digits: Digits, networks: Tensor, meta: Meta) -> Way:
-    """Momentum with one learned schedule for all networks."""
-    training = Training(digits.loss, Scheduled(Momentum()))
-    steer = tree.map(lambda x: x.expand(len(networks), *x.shape), meta)
-    carry, last = vmap(training.init)(digits.take(networks)), len(meta.hyper.lr) - 1
-    return Way(training, steer, carry, lambda steer, state, t: steer.hyper.lr[:, min(t, last)])
+def scheduled(digits: Digits, networks: Tensor, schedules: Tensor) -> Way:
+    """Momentum with a schedule of learning rates for each network, the last of which stays."""
+    optimizer, horizon = Scheduled(Momentum()), schedules.shape[1]
+    training, first = Training(digits.loss, optimizer), Momentum().hyper(lr=0.0)
+    metas = [
+        training.meta(digits.take(networks[0]), optimizer.hyper(first, horizon, {"lr": schedule}))
+        for schedule in schedules
+    ]
+    carry = vmap(training.init)(digits.take(networks))
+    return Way(
+        training, tree.stack(metas), carry, lambda steer, state, t: steer.hyper.lr[:, min(t, horizon - 1)]
+    )
+
+
+def falling(digits: Digits, networks: Tensor, lrs: Tensor, horizon: int) -> Way:
+    """Momentum with a learning rate for each network that falls in a line, to nothing after the horizon."""
+    left = 1 - torch.arange(horizon, dtype=lrs.dtype) / horizon
+    return scheduled(digits, networks, lrs[:, None] * left)
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ class Networks:
     They take turns, and see new batches in every episode. What counts is their validation loss in the end.
     """
 
-    digits: Digits = field(repr=False)
+    digits: Digits
     networks: int  # in all
     together: int  # in an episode
     horizon: int
@@ -101,10 +111,10 @@ def summed(loss: Loss) -> Loss:
     return total
 
 
-def learn_schedule(task: Networks, lr: float, meta_lr: float, steps: int, folder: Path) -> Meta:
-    """Learn a learning rate for every step of the horizon, through all of it."""
+def learn_schedule(task: Networks, lr: float, meta_lr: float, steps: int, folder: Path) -> Tensor:
+    """Return a learning rate for every step of the horizon, learned through all of it."""
     training, scheduled = task.training, Scheduled(Momentum())
     learner = Unrolled(training, Adam())
     meta = training.meta(task.start(0).params, scheduled.hyper(Momentum().hyper(lr=lr), task.horizon))
     steer = learner.meta(meta, Adam().hyper(lr=meta_lr))
-    return meta_train(learner, steer, meta, task, steps, folder=folder).state.meta
+    return meta_train(learner, steer, meta, task, steps, folder=folder).state.meta.hyper.lr

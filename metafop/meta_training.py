@@ -28,6 +28,7 @@ class Task(Protocol):
     """What is trained, again and again: episodes, each of some windows.
 
     All depends on the numbers of these alone, and what is random is seeded by them: so a run can go on later.
+    Its `repr` tells its settings, as that of a dataclass does: a folder is refused if it holds another's run.
     What an estimator carries besides (`forward.init`, `evolution.init`) is for `start` to return.
     """
 

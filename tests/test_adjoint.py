@@ -1,5 +1,6 @@
 """Hypergradients through many steps, from carries alone, are those of the whole graph."""
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -178,6 +179,24 @@ def test_torch_compile_serves_every_step_and_changes_nothing_but_rounding(genera
     assert_same_estimate(estimate, autograd(*other), size=terms(other))
 
 
+def test_what_was_compiled_for_one_tensor_twice_is_not_used_for_two():
+    """λ of a and b are one tensor at first, lr and batch are."""
+    loss = functional.plain(
+        lambda params, batch: (params["a"] * batch[0] - batch[1]).square().sum() + params["b"].cos().sum()
+    )
+    training, lr = Training(loss, Momentum()), torch.tensor(0.1)
+    params = {"a": torch.linspace(0, 1, 3), "b": torch.ones(3)}
+    meta = training.meta(params, Momentum().hyper(lr={"a": lr, "b": lr}))
+    x, y = torch.ones(3), torch.linspace(1, 2, 3)
+    call = (lambda carry: (carry.params["a"] + carry.params["b"]).sin().sum(), meta, training.init(params))
+    for batches in ([(x, x)] * 3, [(x, y)] * 3):
+        compiled, expected = (e(training, *call, batches) for e in (Adjoint(compile=True), autograd))
+        assert_same_estimate(compiled, expected)
+    apart = tree.replace(meta, {"hyper.lr.a": torch.tensor(0.2)})
+    call = (call[0], apart, call[2], [(x, y)] * 3)
+    assert_same_estimate(Adjoint(compile=True)(training, *call), autograd(training, *call))
+
+
 def test_compiled_batches_must_be_tensors(generator):
     training, outer_loss, meta, carry, batches = unrolled(mlp, OPTIMIZERS["sgd"], None, generator)
     with pytest.raises(TypeError, match=r"takes batches of tensors, got 0\.5 in that of step 0\. Wrap it"):
@@ -232,6 +251,21 @@ def test_an_outer_loss_in_eval_mode_says_what_is_missed(estimator, generator):
     assert estimator(*evaluated(convnet, generator, eval_mode=False)).info["notes"] == ()
 
 
+@pytest.mark.parametrize("estimator", [autograd, adjoint], ids=["autograd", "adjoint"])
+def test_a_gradient_that_reads_buffers_is_said_to_miss_something(estimator):
+    def loss(params, buffers, batch):
+        mean = 0.9 * buffers["mean"] + 0.1 * params["w"].detach()
+        return (params["w"] - buffers["mean"]).square().sum() + params["w"].sum(), {"mean": mean}
+
+    training, params = Training(loss, Momentum()), {"w": torch.ones(2)}
+    meta, carry = (
+        training.meta(params, Momentum().hyper(lr=0.1)),
+        training.init(params, {"mean": torch.zeros(2)}),
+    )
+    notes = estimator(training, lambda carry: carry.params["w"].sum(), meta, carry, 3 * [None]).info["notes"]
+    assert "The gradient depends on the buffers (mean)" in notes[0]
+
+
 def test_adam_through_zero_gradients_gives_numbers(generator):
     inputs = torch.rand(64, 20, generator=generator)
     inputs[:, ::3] = 0.0  # dead pixels: their weights have a gradient of exactly zero, always
@@ -276,6 +310,36 @@ def test_a_hypergradient_that_overflows_is_reported_with_its_step():
     assert not info["cotangents"][step].isfinite()
     assert info["cotangents"][step + 1 :].isfinite().all()
     assert f"overflowed at step {step} of 100, going back" in info["notes"][0]
+
+
+def test_the_whole_graph_reports_an_overflow_with_its_step_too():
+    training, outer_loss, meta, carry = quadratic(lr=1e4)
+    still = Carry(tree.zeros_like(carry.params), carry.opt, carry.buffers)
+    call = (training, outer_loss, meta, still, 100 * [None])
+    assert autograd(*call).info["notes"] == adjoint(*call).info["notes"] != ()
+
+
+def test_windows_count_an_overflow_from_the_start():
+    info = Truncated(2)(*quadratic(lr=1e20), 100 * [None]).info
+    whole = adjoint(*quadratic(lr=1e20), 100 * [None]).info
+    assert info["overflow"] == whole["overflow"]
+    assert f"In the window from step {2 * (int(whole['overflow']) // 2)} on: " in info["notes"][0]
+
+
+def test_large_cotangents_of_small_precision_are_no_overflow():
+    torch.set_default_dtype(torch.float32)
+    training, _, meta, carry = quadratic(lr=0.1)
+    info = adjoint(training, lambda carry: 1e25 * carry.params["w"].sum(), meta, carry, 5 * [None]).info
+    assert info["overflow"] == -1
+    assert info["cotangents"].isfinite().all()
+
+
+def test_tensors_that_require_a_gradient_leave_no_graph_behind():
+    training, outer_loss, meta, carry = quadratic(lr=0.1)
+    meta = tree.map(lambda x: x.clone().requires_grad_(), meta)
+    for estimator in (autograd, adjoint):
+        estimate = estimator(training, outer_loss, meta, carry, 3 * [None])
+        assert not any(leaf.requires_grad for leaf in tree.leaves(estimate[:3]))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
@@ -333,34 +397,63 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]):
         Adjoint(**settings)
 
 
-def held_at_once(schedule, steps, budget):
+def swept(schedule, steps, budget):
     """Return the most bytes held at any time, and the steps taken, by walking through the schedule."""
-
-    def back(start, stop, held, budget):
-        most, taken = held, 0
-        while distance := schedule.ahead(stop - start, budget):
-            middle = start + distance
-            inner, more = back(middle, stop, held + schedule.carry, budget - schedule.carry)
-            most, taken, stop = max(most, inner), taken + distance + more, middle
-        kept = schedule.whole * (stop - start) - schedule.carry  # the first of them is held already
-        return max(most, held + kept), taken + stop - start
-
-    return back(0, steps, 0, budget)
+    waiting, stop, most, taken = [(0, budget)], steps, 0, 0
+    while waiting:
+        start, left = waiting[-1]
+        held = schedule.carry * (len(waiting) - 1)  # the first is the caller's
+        if distance := schedule.ahead(stop - start, left):
+            waiting.append((start + distance, left - schedule.carry))
+            taken += distance
+        else:
+            kept = schedule.whole * (stop - start) - schedule.carry  # the first of them is held already
+            most, taken = max(most, held + kept), taken + stop - start
+            waiting.pop()
+            stop = start
+    return most, taken
 
 
 @pytest.mark.parametrize(("carry", "whole"), [(1, 1), (2, 3)])
 @pytest.mark.parametrize("steps", [1, 2, 10, 50, 256])
 def test_a_schedule_keeps_to_its_budget(carry, whole, steps):
     schedule = Schedule(carry, whole)
-    for budget in range(carry * steps.bit_length() + whole, whole * steps + 2, 3):
-        most, taken = held_at_once(schedule, steps, budget)
+    for budget in range(carry * steps.bit_length(), whole * steps + 2, 3):
+        most, taken = swept(schedule, steps, budget)
         assert most <= budget + whole - carry  # and what one step needs
-        assert taken == schedule.taken(steps, budget) <= steps * schedule.passes(steps, budget)
+        assert taken <= steps * schedule.passes(steps, budget)
+
+
+def test_few_steps_are_taken_again():
+    """Against the fewest, by dynamic programming over where to keep the next carry."""
+    carry, whole = 2, 3
+
+    @functools.cache
+    def fewest(steps, budget):
+        everything = [steps] if steps <= max(budget // whole, 1) else []
+        splits = range(1, steps) if budget >= carry else []
+        parts = [k + fewest(steps - k, budget - carry) + fewest(k, budget) for k in splits]
+        return min(everything + parts, default=math.inf)
+
+    for steps in range(1, 50):
+        for budget in range(carry * steps.bit_length(), 40):
+            assert swept(Schedule(carry, whole), steps, budget)[1] <= 1.1 * fewest(steps, budget)
 
 
 @pytest.mark.parametrize("steps", [50, 256, 1000, 10_000])
-def test_the_square_root_takes_each_step_twice_and_the_logarithm_few_times(steps):
-    schedule = Schedule(1, 1)
-    assert schedule.least(steps, passes=2) == pytest.approx(math.sqrt(2 * steps), abs=1.5)
-    assert schedule.taken(steps, schedule.least(steps, passes=2)) < 2 * steps
-    assert schedule.taken(steps, steps.bit_length()) < steps * steps.bit_length() / 2
+def test_two_passes_take_a_root_of_carries_and_a_logarithm_few_passes(steps):
+    schedule, root = Schedule(1, 1), math.ceil(math.sqrt(2 * steps))
+    assert schedule.passes(steps, root) == 2
+    assert schedule.passes(steps, root - 2) == 3
+    assert swept(schedule, steps, steps.bit_length())[1] < steps * steps.bit_length() / 2
+
+
+@pytest.mark.parametrize("carries", [2, 100, 999])
+def test_long_horizons_are_swept_within_any_budget(carries):
+    training, outer_loss, meta, carry = quadratic(lr=0.1)
+    steps = 1200 if carries > 2 else 3
+    frugal = Adjoint(memory=carries * tree.size(carry))
+    assert_same_bits(
+        frugal(training, outer_loss, meta, carry, steps * [None]).grads,
+        adjoint(training, outer_loss, meta, carry, steps * [None]).grads,
+    )

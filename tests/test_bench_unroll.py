@@ -10,16 +10,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from experiments.__main__ import main
 from experiments.unrolls import WINDOW, peak_of_tensors, peak_resident
 
-SMALL = (
-    "--rounds 1 --horizon 2 --deep-horizon 2 --long 1 --batch 4 --width 4 --deep-width 4 --channels 2 "
-    "--no-compiled --no-isolated"
-).split()
+SMALL = {"rounds": 1, "horizon": 2, "deep-horizon": 2, "long": 1, "batch": 4}
+NARROW = {"width": 4, "deep-width": 4, "channels": 2}
 
 
 def test_bench_unroll_measures_every_way_over_the_best_peer(tmp_path):
     pytest.importorskip("higher")
     pytest.importorskip("torchopt")
-    main(["bench-unroll", "--out", str(tmp_path), *SMALL])
+    small = [f"--{name}={value}" for name, value in (SMALL | NARROW).items()]
+    main(["bench-unroll", "--out", str(tmp_path), *small, "--no-compiled", "--no-isolated"])
     summary = json.loads((tmp_path / "summary.json").read_text())
     for case in ("mlp_t2", "cnn_t2", "deep_t2"):
         for way in ("fast", "frugal", "log", "fast_forward", "fast_eager", "higher", "torchopt"):
@@ -58,4 +57,4 @@ def test_the_peak_of_tensors_is_the_most_that_was_held_at_once():
 
 def test_the_peak_of_a_process_counts_what_was_freed_again():
     found = peak_resident(lambda: torch.ones(2**23).sum())
-    assert found is None or 64 <= found / 2**20 < 72  # where the system tells
+    assert found is None or found / 2**20 == pytest.approx(64, abs=4)  # None where the system does not tell

@@ -34,8 +34,8 @@ HIGHER = {
     ),
 }
 
-# Ours and its values besides lr, torchopt's optimizer of one parameter, and the values to differentiate in: those
-# that it multiplies by. It refuses a tensor for those that weigh a sum, Nesterov's decay and Adam's betas.
+# Ours and its values besides lr, torchopt's optimizer of one parameter, and the values that it differentiates
+# in: those that multiply. It refuses a tensor for those that weigh a sum, Nesterov's decay and Adam's betas.
 TORCHOPT = {
     "sgd": (SGD(), {}, lambda torchopt, lr: torchopt.sgd(lr), ()),
     "heavy ball": (

@@ -137,14 +137,14 @@ def test_every_decay_and_precision_comes_back(dtype, decay, generator):
 
 def test_a_thousand_steps_take_a_fifth_of_a_bit_each():
     estimate = reversible(*small(1000))
-    assert estimate.info["buffer_bits"] == 3 * 64 * 3
+    assert estimate.info["store_bits"] == 3 * 64 * 3
     assert estimate.info["bits_per_parameter_step"] <= 0.2
 
 
 def test_words_that_are_full_are_put_back():
     problem = small(150, decay=0.5)
     estimate = reversible(*problem)
-    assert estimate.info["buffer_bits"] == 3 * 64 * 3
+    assert estimate.info["store_bits"] == 3 * 64 * 3
     assert_same_estimate(estimate, adjoint(*problem))
 
 
@@ -156,7 +156,7 @@ def test_a_schedule_is_undone_entry_by_entry():
     hyper = scheduled.hyper(BALL.hyper(lr=0.1), 120, schedules)
     problem = training, outer_loss, training.meta(carry.params, hyper), training.init(carry.params), batches
     estimate = reversible(*problem)
-    assert estimate.info["buffer_bits"] > 64 * 3
+    assert estimate.info["store_bits"] > 64 * 3
     assert_same_estimate(estimate, adjoint(*problem))
 
 
@@ -264,9 +264,12 @@ def test_a_transform_is_refused():
         vmap(estimated)(torch.tensor([0.1, 0.2]))
 
 
-def test_what_leaves_the_exact_range_is_not_a_number_and_refused():
-    with pytest.raises(ArithmeticError, match=r"cannot undo 5 steps .* Take a smaller lr, or fewer bits\."):
-        reversible(*small(5, lr=1e4, weight_decay=0.0))
+def test_what_leaves_the_exact_range_is_not_a_number_and_said():
+    estimate = reversible(*small(5, lr=1e4, weight_decay=0.0))
+    assert all(leaf.isnan().all() for leaf in tree.leaves(estimate.grads))
+    assert (
+        f"the loss of step {int(estimate.info['overflow'])} of 5 is not finite" in estimate.info["notes"][0]
+    )
     wide = small(5, ReversibleMomentum(bits=30), lr=1e4, weight_decay=0.0)
     assert_same_estimate(reversible(*wide), adjoint(*wide))
 

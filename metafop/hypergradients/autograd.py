@@ -8,10 +8,12 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from metafop import tree
+from metafop.hypergradients.adjoint import adjoint
+from metafop.hypergradients.findings import findings
 from metafop.hypergradients.unroll import (
+    apart,
     batch_at,
     check_dependence,
-    findings,
     held,
     horizon,
     outer_value,
@@ -22,7 +24,7 @@ from metafop.types import Batches, Estimate, Meta, OuterLoss, Trains
 
 def autograd(training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches) -> Estimate:
     """Return ∂ outer_loss(step(meta, … step(meta, carry, batches[0]) …)) / ∂meta, by torch.func.grad."""
-    steps = horizon(training, meta, carry, batches)
+    steps, (meta, carry) = horizon(training, meta, carry, batches), apart((meta, carry))
 
     def unrolled(meta: Meta) -> tuple[Tensor, tuple[Any, list[Tensor]]]:
         now, values = carry, []
@@ -36,4 +38,7 @@ def autograd(training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, ba
 
     with unfused():
         grads, (value, (after, values)) = grad_and_value(unrolled, has_aux=True)(meta)
-        return Estimate(value, grads, after, findings(outer_loss, carry, after, value, values))
+        info = findings(training, outer_loss, batches, carry, after, value, grads, values)
+    if not tree.is_transforming() and info["overflow"] == 0:  # a graph does not tell where it overflowed
+        info = adjoint(training, outer_loss, meta, carry, batches).info
+    return Estimate(value, grads, after, info)

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
 from metafop import parts, tree
+from metafop.hypergradients.findings import findings
 from metafop.hypergradients.unroll import (
     Cotangent,
     Over,
+    apart,
     batch_at,
-    findings,
     forward_fails,
     held,
     horizon,
@@ -75,13 +76,13 @@ class Forward:
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
-        goes_on = isinstance(carry, ForwardCarry)
+        goes_on, (meta, carry) = isinstance(carry, ForwardCarry), apart((meta, carry))
         start, tangents = carry if goes_on else self.init(carry)
         steps = horizon(training, meta, start, batches)
         learned = learned_leaves("Forward", self.learn, meta)
         tangents = _fitting(tangents, start, learned)
-        after, sizes = start, tree.norm(tangents)[None]
-        values = sizes[:0]
+        after, sizes = start, tree.norm(tangents, torch.float64)[None]
+        values = tangents[0].new_zeros(0)
         with unfused():
             reason = forward_fails(training, start, batch_at(batches, 0))
             step = _StepAhead(training, meta, learned, _ways(learned), "reverse" if reason else "forward")
@@ -89,10 +90,11 @@ class Forward:
                 after, value, tangents = step(after, batch_at(batches, t), tangents)
                 # Not lists: over many steps, small tensors that stay would scatter the memory of large ones.
                 values = torch.cat([values, value[None]])
-                sizes = torch.cat([sizes, tree.norm(tangents)[None]])
+                sizes = torch.cat([sizes, tree.norm(tangents, torch.float64)[None]])
             value, cotangent = outer_pull(outer_loss, after)
-            info = findings(outer_loss, start, after, value, values.unbind())
-        grads = tree.replace(tree.zeros_like(meta), _contracted(tangents, cotangent, learned))
+            zeros = tree.zeros_like(meta)  # of what overflowed in grads, tangents tell more
+            info = findings(training, outer_loss, batches, start, after, value, zeros, values.unbind())
+        grads = tree.replace(zeros, _contracted(tangents, cotangent, learned))
         notes = tuple(note for note in (reason, left_out(meta, learned), *info["notes"]) if note)
         info = _overflow(info | {"tangents": sizes, "notes": notes}, grads)
         return Estimate(value, grads, ForwardCarry(after, tangents) if goes_on else after, info)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.hypergradients.unroll import StepBack, batch_at, findings, horizon, outer_pull, unfused
+from metafop.hypergradients.findings import findings
+from metafop.hypergradients.unroll import StepBack, apart, batch_at, horizon, outer_pull, unfused
 from metafop.training import Training
 from metafop.types import Batch, Batches, Carry, Estimate, Meta, OuterLoss, Params, Reversible, Trains
 
@@ -21,11 +22,12 @@ def reversible(training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, 
     carry_t = undo(carry_(t+1)),    (∂value/∂meta, λ_t) += pullback of step t of λ_(t+1)
 
     Every bit is that of `adjoint`, whose step back this takes, for one gradient more a step. Memory does not
-    grow with T but by the optimizer's full stores: info has "buffer_bits", those of all words of its stores,
+    grow with T but by the optimizer's full stores: info has "store_bits", those of all words of its stores,
     saved and in use, and "bits_per_parameter_step", the same divided by parameters and steps.
 
     Buffers cannot be undone, and the last ones stand in for all: right wherever the gradient does not
-    depend on them, as batch norm's in training mode. That the sweep came back to the start is checked.
+    depend on them, as batch norm's in training mode. That the sweep came back to the start is checked; a
+    training that diverged, or left the range that is exact, is noted with its step, and NaN stands for grads.
     (docs/math.md, 24)
 
     >>> from metafop.optimizers import ReversibleMomentum
@@ -38,6 +40,7 @@ def reversible(training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, 
     >>> estimate.value, estimate.grads.hyper.lr  # w = 1 - (1 - 2 lr)² + lr
     (tensor(1.), tensor(3.))
     """
+    meta, carry = apart((meta, carry))
     with unfused():
         return _there_and_back(_path(training, meta, carry, batches), outer_loss)
 
@@ -48,15 +51,18 @@ def _there_and_back(path: _Path, outer_loss: OuterLoss) -> Estimate:
     last, values, saved = path.ahead()
     words = sum(x.numel() for x in tree.leaves((last.params, saved)))  # a store has one for each number
     value, cotangent = outer_pull(outer_loss, last)
-    grads, sizes = tree.zeros_like(meta), [tree.norm(cotangent)]
+    grads, sizes = tree.zeros_like(meta), [tree.norm(cotangent, torch.float64)]
     step_back = StepBack(training)
-    for before, batch in path.back(last, saved):
-        d_meta, cotangent = step_back(meta, before, batch, cotangent)
-        grads = tree.add(grads, d_meta)
-        sizes.append(tree.norm(cotangent))
-    info = findings(outer_loss, carry, last, value, values, sizes[::-1])
-    info["buffer_bits"] = torch.tensor(64 * words)
-    info["bits_per_parameter_step"] = info["buffer_bits"] / (
+    if tree.all_finite(last.params):
+        for before, batch in path.back(last, saved):
+            d_meta, cotangent = step_back(meta, before, batch, cotangent)
+            grads = tree.add(grads, d_meta)
+            sizes.append(tree.norm(cotangent, torch.float64))
+    else:  # what is not a number cannot be undone
+        grads, sizes = tree.map(lambda x: torch.full_like(x, torch.nan), meta), []
+    info = findings(training, outer_loss, path.batches, carry, last, value, grads, values, sizes[::-1])
+    info["store_bits"] = torch.tensor(64 * words)
+    info["bits_per_parameter_step"] = info["store_bits"] / (
         steps * sum(p.numel() for p in last.params.values())
     )
     return Estimate(value, grads, last, info)
@@ -81,11 +87,6 @@ class _Path:
             seen = self.training.evaluate(now, batch_at(self.batches, t))
             now, _ = self.training.advance(self.meta, now, seen)
             values.append(seen.value)
-        if not tree.all_finite(now.params):
-            raise ArithmeticError(
-                f"reversible cannot undo {len(values)} steps of {self.optimizer} whose end is not finite: "
-                "training diverged, or left the range that is exact. Take a smaller lr, or fewer bits."
-            )
         return now, values, saved
 
     def back(self, last: Carry, saved: dict[int, Params]) -> Iterator[tuple[Carry, Batch]]:

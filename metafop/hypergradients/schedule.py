@@ -1,9 +1,8 @@
 """Which carries to keep, so that a sweep back finds them all within a budget and takes few steps again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -14,15 +13,15 @@ class Schedule:
     reach(b, 1) = b / whole,    reach(b, p) = reach(b, p - 1) + reach(b - carry, p)
 
     is how many steps can be swept back from a carry in hand, if b bytes may be held besides and no step is
-    taken more than p times: one carry is kept in the middle, the sweep goes back to it with what is left
-    of the budget, then from there with all of it. (docs/math.md, 20)
+    taken more than p times: one carry is kept ahead, the sweep goes back to it with what is left of the
+    budget, then from there with all of it. (docs/math.md, 20)
     """
 
     carry: int
     whole: int
 
     def reach(self, budget: int, passes: int) -> int:
-        return _reach(self.carry, self.whole, budget, passes)
+        return _reaches(self.carry, self.whole, budget, passes)[-1]
 
     def passes(self, steps: int, budget: int) -> int:
         """Return how often some step is taken, at the least."""
@@ -30,12 +29,6 @@ class Schedule:
         while self.reach(budget, passes) < steps:
             passes += 1
         return passes
-
-    def least(self, steps: int, passes: int) -> int:
-        """Return the smallest budget, in whole carries, with which no step is taken more often."""
-        return next(
-            n * self.carry for n in range(1, 2 * steps + 1) if self.reach(n * self.carry, passes) >= steps
-        )
 
     def ahead(self, steps: int, budget: int) -> int:
         """Return how far ahead the next carry is to be kept, or 0 if all steps can be kept whole."""
@@ -46,17 +39,11 @@ class Schedule:
         rest = self.reach(budget - self.carry, passes - 1)
         return max(min(self.reach(budget, passes - 1), steps - rest), 1)
 
-    def taken(self, steps: int, budget: int) -> int:
-        """Return how many steps are taken in all, going ahead."""
-        total = 0
-        while ahead := self.ahead(steps, budget):
-            total += ahead + self.taken(steps - ahead, budget - self.carry)
-            steps = ahead
-        return total + steps
 
-
-@cache
-def _reach(carry: int, whole: int, budget: int, passes: int) -> int:
-    if passes == 1 or budget < carry:
-        return max(budget // whole, 1)
-    return _reach(carry, whole, budget, passes - 1) + _reach(carry, whole, budget - carry, passes)
+@lru_cache(maxsize=4096)
+def _reaches(carry: int, whole: int, budget: int, passes: int) -> tuple[int, ...]:
+    """Return reach(b, passes) for b = budget and what is left of it after each carry, from the smallest."""
+    if passes == 1:
+        return tuple(max(b // whole, 1) for b in range(budget % carry, budget + 1, carry))
+    smallest, *others = _reaches(carry, whole, budget, passes - 1)
+    return tuple(accumulate(others, initial=smallest))

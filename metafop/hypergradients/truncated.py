@@ -1,13 +1,14 @@
 """Truncated windows: a long training cut into short unrolls, the optimizer's state carried over."""
 
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 
-from metafop import tree
+from metafop import checks, tree
 from metafop.hypergradients.adjoint import adjoint
-from metafop.hypergradients.unroll import horizon
+from metafop.hypergradients.unroll import batch_at, horizon
 from metafop.types import Batch, Batches, Estimate, Estimator, Meta, OuterLoss, Trains
 
 
@@ -34,7 +35,10 @@ class Truncated:
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or self.steps < 1:
-            raise ValueError(f"Truncated takes windows of at least 1 step, got steps={self.steps!r}.")
+            raise ValueError(
+                f"Truncated takes a whole number of steps, 1 or more, got steps={self.steps!r}. Pass one."
+            )
+        checks.instance("Truncated", "an estimator", self.estimator)
 
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
@@ -47,9 +51,20 @@ class Truncated:
             carry = windows[-1].carry
         values = torch.stack([window.value for window in windows])
         grads = tree.map(lambda *xs: torch.stack(xs).mean(0), *[window.grads for window in windows])
-        notes = dict.fromkeys(note for window in windows for note in window.info["notes"])
         info = {"values": torch.cat([window.info["values"] for window in windows]), "windows": values}
-        return Estimate(values.mean(), grads, carry, info | {"notes": tuple(notes)})
+        return Estimate(values.mean(), grads, carry, info | self._overflow(windows))
+
+    def _overflow(self, windows: list[Estimate]) -> dict[str, Any]:
+        """Return the notes of all windows, each once, and the first step of all that overflowed."""
+        if tree.is_transforming():
+            return {"notes": ()}
+        first, notes = -1, {}
+        for start, window in zip(count(step=self.steps), windows, strict=False):
+            step = int(window.info["overflow"])
+            first = start + step if first < 0 <= step else first
+            where = f"In the window from step {start} on: " if step >= 0 else ""
+            notes |= dict.fromkeys(where + note for note in window.info["notes"])
+        return {"overflow": torch.tensor(first), "notes": tuple(notes)}
 
 
 @dataclass(frozen=True)
@@ -64,4 +79,4 @@ class _Window:
         return self.steps
 
     def __getitem__(self, t: int) -> Batch:
-        return self.batches[self.start + t]
+        return batch_at(self.batches, self.start + t)

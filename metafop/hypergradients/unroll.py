@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from torch.func import grad_and_value, jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metafop import tree
-from metafop.types import Batch, Batches, Carry, Meta, OuterLoss, Params, Seen, Trains
+from metafop.types import Batch, Batches, Carry, Meta, OuterLoss, Params, Seen, Trains, Tree
 
 Over = Literal["reverse", "forward"]
 Cotangent = list[Tensor]  # for each floating-point leaf of a carry
@@ -28,6 +28,11 @@ def horizon(training: Trains, meta: Meta, carry: Any, batches: Batches) -> int:
         )
     if len(batches) == 0:
         raise ValueError("There are no batches, so no step to differentiate. Pass at least one.")
+    if not isinstance(getattr(carry, "params", None), dict):
+        raise TypeError(
+            f"The carry is a {type(carry).__name__}, which holds no params. Pass what training.init(params) "
+            "returns, or the carry of an earlier estimate of the same kind."
+        )
     training.check(meta, carry)
     return len(batches)
 
@@ -37,23 +42,28 @@ def unfused() -> AbstractContextManager[Any]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
+def apart(x: Tree) -> Tree:
+    """Return the tree cut off from what torch.autograd has recorded, unless a transform is at work."""
+    return x if tree.is_transforming() else tree.map(torch.detach, x)
+
+
 def batch_at(batches: Batches, t: int) -> Batch:
     try:
         return batches[t]
-    except (IndexError, KeyError):
+    except IndexError as error:
         raise ValueError(
             f"The batches run out at step {t}, but their len() promises {len(batches)}. "
             "Pass a sequence whose [t] gives a batch for every t below its len()."
-        ) from None
+        ) from error
 
 
 def held(carry: Any) -> Any:
     """Return the carry with its buffers held constant: they are carried and never differentiated."""
 
     def hold(x: Any) -> Any:
-        return x._replace(buffers=tree.map(torch.detach, x.buffers)) if _has_buffers(x) else x
+        return x._replace(buffers=tree.map(torch.detach, x.buffers)) if has_buffers(x) else x
 
-    return tree.map(hold, carry, is_leaf=_has_buffers)
+    return tree.map(hold, carry, is_leaf=has_buffers)
 
 
 def outer_value(outer_loss: OuterLoss, carry: Any) -> Tensor:
@@ -99,12 +109,12 @@ class StepBack:
     one Hessian-vector product, by differentiating the gradient backward (`over="reverse"`) or forward. If
     what the step saw was kept, a compiled step does not compute the gradient again. (docs/math.md, 19)
 
-    `values` says whether `advance` looks at the value of the loss: a custom training may.
+    `looks` says whether `advance` looks at the value of the loss: a custom training may.
     """
 
     training: Trains
     over: Over = "reverse"
-    values: bool = False
+    looks: bool = False
 
     def __call__(
         self, meta: Meta, carry: Any, batch: Batch, cotangent: Cotangent, seen: Seen | None = None
@@ -114,7 +124,7 @@ class StepBack:
 
         def evaluate(now: list[Tensor]) -> tuple[Any, Seen]:
             seen = self.training.evaluate(tree.swap(carry, params, now), batch)
-            return ((seen.grads, seen.value) if self.values else seen.grads), seen
+            return ((seen.grads, seen.value) if self.looks else seen.grads), seen
 
         if self.over == "reverse":
             pulling: Any = vjp(evaluate, params, has_aux=True)
@@ -134,18 +144,18 @@ class StepBack:
         floats, rebuild = tree.partition(carry)
 
         def advance(meta: Meta, floats: list[Tensor], looked_at: Any) -> list[Tensor]:
-            grads, value = looked_at if self.values else (looked_at, seen.value)
+            grads, value = looked_at if self.looks else (looked_at, seen.value)
             after, _ = self.training.advance(meta, rebuild(floats), Seen(value, grads, seen.buffers))
             return tree.partition(after)[0]
 
-        looked_at = (seen.grads, seen.value) if self.values else seen.grads
+        looked_at = (seen.grads, seen.value) if self.looks else seen.grads
         return vjp(advance, meta, floats, looked_at)[1](cotangent)
 
     def _turned(
         self, evaluate: Callable, params: list[Tensor], carry: Any, seen: Seen, d_seen: Any
     ) -> list[Tensor]:
         """Return H d_grads + g d_value, the Hessian-vector product by differentiating g forward."""
-        d_grads, d_value = d_seen if self.values else (d_seen, None)
+        d_grads, d_value = d_seen if self.looks else (d_seen, None)
         along = [d_grads[name] for name in carry.params]
 
         def grads(now: list[Tensor]) -> list[Tensor]:
@@ -191,63 +201,5 @@ def forward_fails(training: Trains, carry: Any, batch: Batch) -> str:
     return ""
 
 
-def findings(
-    outer_loss: OuterLoss,
-    start: Any,
-    after: Any,
-    value: Tensor,
-    values: Sequence[Tensor],
-    cotangents: Sequence[Tensor] = (),
-) -> dict[str, Any]:
-    """Return what is to be known of an unroll from `start` to `after`.
-
-    "values", the loss that each step saw; "cotangents", the norms ‖∂value/∂carry_t‖ for t = 0 … T where they
-    are known; "overflow", the step at which a number that is not finite came up first, or -1; and notes.
-    """
-    info: dict[str, Any] = {"values": torch.stack(list(values))}
-    if cotangents:
-        info["cotangents"] = torch.stack(list(cotangents))
-    if tree.is_transforming():  # where no value may be looked at
-        return info | {"notes": ()}
-    step, note = _overflow(info["values"], value, info.get("cotangents"))
-    info["overflow"] = torch.tensor(step)
-    notes = [note, _missed(outer_loss, start, after, value)]
-    return info | {"notes": tuple(note for note in notes if note)}
-
-
-def _overflow(values: Tensor, value: Tensor, cotangents: Tensor | None) -> tuple[int, str]:
-    """Return the step at which numbers stopped being finite, going ahead or back, and a sentence."""
-    ahead = (~values.isfinite()).nonzero()
-    if len(ahead):
-        t = int(ahead[0])
-        return t, f"Training overflowed: the loss of step {t} of {len(values)} is not finite."
-    if not value.isfinite():
-        return len(values), f"The outer loss is not finite after all {len(values)} steps."
-    back = [] if cotangents is None else (~cotangents.isfinite()).nonzero()
-    if len(back):
-        t = int(back[-1])
-        return t, (
-            f"The hypergradient overflowed at step {t} of {len(values)}, going back: "
-            "∂value/∂carry is not finite there. Use a shorter horizon, a smaller lr, or evolution."
-        )
-    return -1, ""
-
-
-def _missed(outer_loss: OuterLoss, start: Any, after: Any, value: Tensor) -> str:
-    """Say so if the outer loss depends on buffers: how these depend on meta is not differentiated."""
-
-    def old_buffers(new: Any, old: Any) -> Any:
-        return new._replace(buffers=old.buffers) if _has_buffers(new) else new
-
-    mixed = tree.map(old_buffers, after, start, is_leaf=_has_buffers)
-    if not after.buffers or torch.equal(outer_loss(mixed), value):
-        return ""
-    return (
-        f"The outer loss depends on the buffers ({', '.join(sorted(after.buffers))}), as a loss in eval mode "
-        "does on batch norm's statistics, and the derivative through them is missed. "
-        "A loss in training mode misses nothing."
-    )
-
-
-def _has_buffers(x: Any) -> bool:
+def has_buffers(x: Any) -> bool:
     return isinstance(x, Carry | Seen)
