@@ -20,21 +20,9 @@ from unittest.mock import patch
 import torch
 from matplotlib.figure import Figure
 
-from experiments import models, run
+from experiments import models, run, unrolls
 from experiments.bench_online import ratio
-from experiments.unrolls import (
-    CLASSES,
-    COMPILED,
-    PEERS,
-    WAYS,
-    Case,
-    Grads,
-    convnet,
-    estimates,
-    peak_of_tensors,
-    peak_resident,
-    ways,
-)
+from experiments.unrolls import CLASSES, COMPILED, PEERS, WAYS, Case, Grads, peak_of_tensors
 from metafop import Estimate, ReversibleMomentum
 from metafop.hypergradients import reversible
 from metafop.tensorboard import Logger
@@ -48,7 +36,7 @@ class Config:
     horizon: int = 50  # steps of mlp and cnn
     deep_horizon: int = 256  # steps of deep
     long: int = 100  # steps of mlp, against twice as many; and of a reversible training, against ten times
-    batch: int = 128  # examples in a batch; half as many for cnn
+    batch: int = 128  # examples in a batch; half as many for cnn, twice as many for deep
     width: int = 100  # of the hidden layers of mlp
     deep_width: int = 256  # of the layers of deep
     channels: int = 16  # of the first layer of cnn
@@ -107,13 +95,13 @@ def main(config: Config) -> None:
 
 def cases(config: Config) -> dict[str, Case]:
     mlp = partial(models.mlp, 784, *3 * [config.width], CLASSES)
-    cnn = partial(convnet, config.channels)
+    cnn = partial(unrolls.convnet, config.channels)
     deep = partial(models.mlp, *6 * [config.deep_width], CLASSES)
     half, few = max(config.batch // 2, 2), max(config.rounds // 5, 1)  # batch norm needs two
     return {
         "mlp": Case(mlp, (784,), config.batch, config.horizon, config.rounds),
         "cnn": Case(cnn, (3, 32, 32), half, config.horizon, few),
-        "deep": Case(deep, (config.deep_width,), config.batch, config.deep_horizon, few),
+        "deep": Case(deep, (config.deep_width,), 2 * config.batch, config.deep_horizon, few),
     }
 
 
@@ -122,7 +110,7 @@ def measure(config: Config, name: str, tick: Callable[[str], None]) -> Result:
     case = cases(config)[name]
     unroll = case.unroll(config.seed)
     compiling, grads, runs = {}, {}, {}
-    for way, function in ways(unroll, config.compiled).items():
+    for way, function in unrolls.ways(unroll, config.compiled).items():
         begin = time.perf_counter()
         function(unroll.batches[:WARMUP])
         if config.compiled and way in COMPILED:
@@ -158,10 +146,10 @@ def take_turns(
 def memory_of(config: Config, name: str, way: str) -> Memory:
     torch.set_num_threads(config.threads)
     unroll = cases(config)[name].unroll(config.seed)
-    function = ways(unroll, config.compiled)[way]
+    function = unrolls.ways(unroll, config.compiled)[way]
     function(unroll.batches[:WARMUP])
     # In this order, because the profiler takes memory itself.
-    resident = peak_resident(lambda: function(unroll.batches)) if config.isolated else None
+    resident = unrolls.peak_resident(lambda: function(unroll.batches)) if config.isolated else None
     return Memory(peak_of_tensors(function, unroll.batches), resident)
 
 
@@ -170,7 +158,7 @@ def longer(config: Config) -> dict[str, run.Figure]:
     torch.compiler.reset()
     steps = config.long
     unroll = cases(config)["mlp"]._replace(horizon=2 * steps).unroll(config.seed)
-    fast = ways(unroll, config.compiled)["fast"]
+    fast = unrolls.ways(unroll, config.compiled)["fast"]
     runs = {"once": lambda: fast(unroll.batches[:steps]), "twice": lambda: fast(unroll.batches)}
     take_turns(runs, 1, lambda: None)
     seconds = take_turns(runs, config.rounds, lambda: None)
@@ -183,7 +171,7 @@ def backward_in_time(config: Config) -> dict[str, run.Figure]:
     steps = config.long
     small = Case(partial(models.mlp, 64, 32, CLASSES), (64,), 32, 10 * steps, rounds=1)
     unroll = small.unroll(config.seed)
-    estimate = estimates(unroll, ReversibleMomentum())
+    estimate = unrolls.estimates(unroll, ReversibleMomentum())
     found: list[Estimate] = []
     peaks = [
         peak_of_tensors(lambda batches: found.append(estimate(reversible, batches)), unroll.batches[:horizon])

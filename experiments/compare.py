@@ -1,6 +1,6 @@
 """When do online, one-step hypergradients suffice, and when do they mislead?"""
 
-import shutil
+import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Generator
 
-from experiments import curves, horizons, quadratic, run
+from experiments import agreement, curves, horizons, quadratic, run
 from experiments.curves import Curves
 from experiments.digits import Digits, digits
 from experiments.horizons import Horizons
@@ -42,34 +42,44 @@ class Config:
 
 def main(config: Config) -> None:
     began = time.perf_counter()
-    if (config.out / "summary.json").exists():  # an earlier run was finished: nothing to go on from
-        shutil.rmtree(config.out / "unrolled", ignore_errors=True)
+    forget(config)
     generator = run.begin(config)
     data = digits(config.hidden, max(config.horizons.networks, config.curves.networks), config.seed)
 
     with run.progress(config.horizons.ticks + config.quadratic.ticks) as tick:
-        agreement = horizons.measure(config.horizons, data, generator, tick)
+        measured = horizons.measure(config.horizons, data, generator, tick)
         found = quadratic.measure(config.quadratic, generator, tick)
     methods = curves.prepare(config.curves, data, config.seed, generator, config.out)
     with run.progress(len(methods) * config.curves.steps) as tick:
         trained = curves.measure(config.curves, data, methods, generator, tick)
 
-    figures = horizons.report(config.horizons, agreement, config.out)
+    figures = agreement.report(config.horizons, measured, config.out)
     figures |= cost(config, data, generator)
     figures |= quadratic.report(config.quadratic, found, config.out)
     figures |= curves.report(config.curves, methods, trained, config.out)
-    horizons.draw(config.horizons, agreement, config.out)
+    agreement.draw(config.horizons, measured, config.out)
     quadratic.draw(config.quadratic, found, config.out)
     curves.draw(config.curves, trained, config.out)
-    sentences = horizons.say(config.horizons, agreement) + quadratic.say(config.quadratic, found)
+    sentences = agreement.say(config.horizons, measured) + quadratic.say(config.quadratic, found)
     say(config.out, sentences + curves.say(config.curves, methods, trained))
     figures["seconds"] = round(time.perf_counter() - began, 1)
     with Logger(config.out) as logger:
-        horizons.log(config.horizons, agreement, logger)
+        agreement.log(config.horizons, measured, logger)
         quadratic.log(config.quadratic, found, logger)
         curves.log(trained, logger)
         logger.hyperparameters(asdict(config), {k: v for k, v in figures.items() if isinstance(v, float)})
     run.finish(config.out, figures)
+
+
+def forget(config: Config) -> None:
+    """Remove what was learned by unrolling, unless a run with the very same settings was interrupted."""
+    before = config.out / "config.json"
+    settings = json.loads(json.dumps(asdict(config), default=str))
+    same = before.exists() and json.loads(before.read_text())["config"] == settings
+    if not same or (config.out / "summary.json").exists():
+        for pattern in ("checkpoint.pt", "events.out.tfevents.*"):
+            for old in (config.out / "unrolled").glob(pattern):
+                old.unlink()
 
 
 def cost(config: Config, data: Digits, generator: Generator) -> dict[str, run.Figure]:

@@ -61,7 +61,7 @@ def test_compare_writes_what_it_says(out):
 def test_one_step_is_the_derivative_through_one_step(generator):
     settings = horizons.Horizons(lrs=(0.05, 0.3), points=(0, 5), steps=(1, 2), networks=2, batch=8)
     agreement = horizons.measure(settings, digits(4, 2, seed=0), generator, lambda what: None)
-    assert agreement.cosines.shape == (3, 3, 2, 2, 2, 2)
+    assert agreement.cosines.shape == (4, 2, 2, 2, 2, 2)
     assert agreement.error < 1e-10
     torch.testing.assert_close(agreement.mean("M", "one step")[..., 0], torch.ones(2, 2))
     # At rest the velocity is zero, and so is the derivative of the first step in momentum.
