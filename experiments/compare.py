@@ -91,26 +91,30 @@ def cost(config: Config, data: Digits, generator: Generator) -> dict[str, run.Fi
     steer = online.meta(meta, Adam().hyper(lr=1e-3))
     batches = list(data.draw((max(settings.steps), settings.batch), generator))
     state, _ = online.step(steer, online.init(meta, carry), batches[0])
-    cases: dict[str, tuple[Callable[[], Any], int]] = {
-        "a training step": (lambda: training.step(meta, carry, batches[0]), 0),
+    cases: dict[str, tuple[Callable[[], Any], int, int]] = {  # what to do, its steps, the bytes it keeps
+        "a training step": (lambda: training.step(meta, carry, batches[0]), 1, 0),
         "an online step": (
             lambda: online.step(steer, state, batches[0]),
+            1,
             tree.size(state) - tree.size(carry),
         ),
     }
     for steps in settings.steps:
         cases[f"T = {steps}"] = (
             lambda steps=steps: adjoint(training, data.validation, meta, carry, batches[:steps]),
+            steps,
             steps * tree.size(carry),
         )
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(1 + config.rounds):
-        for name, (case, _) in cases.items():
+        for name, (case, steps, _) in cases.items():
+            calls = max(20 // steps, 1)  # what is short is noisy
             begin = time.perf_counter()
-            case()
-            times[name].append(time.perf_counter() - begin)
+            for _ in range(calls):
+                case()
+            times[name].append((time.perf_counter() - begin) / calls)
     rows, figures = [], {}
-    for name, (_, kept) in cases.items():
+    for name, (_, _, kept) in cases.items():
         seconds = times[name][1:]  # the first round warms up
         plain, learned = (
             median(s / t for s, t in zip(seconds, times[other][1:], strict=True))
