@@ -2,7 +2,6 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -37,15 +36,16 @@ class Adjoint:
 
     λ_T = ∂value/∂carry_T,    (∂value/∂meta, λ_t) += pullback of step t of λ_(t+1)    (docs/math.md, 19)
 
-    `keep` says which carries wait for the sweep back: "all" of them, about √T ("sqrt"), or about log₂ T
-    ("log"); the fewer, the more often steps are taken again (docs/math.md, 20). Instead, `memory` gives a
+    `keep` says which carries wait for the sweep back: "all" of them, about √(2T) ("sqrt"), every step
+    taken at most twice, or about log₂ T ("log"), a few times (docs/math.md, 20). Instead, `memory` gives a
     budget in bytes, and as many are kept as fit; with both, the rule is refused if it needs more. Besides
     there are always the last carry and what one step back needs.
 
     `compile` runs every step, ahead and back, through torch.compile: once for a training, however many steps
     and estimates follow. Numbers that the loss closes over are compiled in: they must not change.
-    `over="forward"` differentiates the gradient forward; where torch cannot, a note says so and it is done in
-    reverse.
+    `over` is how the gradient is differentiated, in "reverse" or "forward"; None takes what is faster as a
+    rule: forward for compiled convolutions, else reverse. Where torch cannot do it forward, a note says so
+    and it is done in reverse.
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
@@ -59,12 +59,12 @@ class Adjoint:
     keep: Keep | None = None
     memory: int | None = None
     compile: bool = False
-    over: Over = "reverse"
+    over: Over | None = None
 
     def __post_init__(self) -> None:
         for name, value, options in (
             ("keep", self.keep, (None, *get_args(Keep))),
-            ("over", self.over, get_args(Over)),
+            ("over", self.over, (None, *get_args(Over))),
         ):
             if value not in options:
                 raise ValueError(
@@ -103,8 +103,10 @@ class Adjoint:
 
     def _over(self, training: Trains, carry: Any, batch: Batch) -> tuple[Over, tuple[str, ...]]:
         """Return the way to differentiate that the model supports, and what to say of it."""
-        if self.over == "reverse" or not forward_fails(training, carry, batch):
-            return self.over, ()
+        kernels = any(param.dim() > 2 for param in carry.params.values())
+        over = self.over or ("forward" if self.compile and kernels else "reverse")
+        if over == "reverse" or not forward_fails(training, carry, batch):
+            return over, ()
         with unfused():
             reason = forward_fails(training, carry, batch)
         if reason:
@@ -115,7 +117,7 @@ class Adjoint:
         """Return the bytes of carries to keep, or refuse a horizon that does not fit into the memory."""
         rules = {
             "all": schedule.whole * steps,
-            "sqrt": schedule.carry * (math.isqrt(steps - 1) + 2),
+            "sqrt": schedule.least(steps, passes=2),
             "log": schedule.carry * steps.bit_length(),
         }
         rule = self.keep or ("all" if self.memory is None else "log")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, count
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class Schedule:
         while self.reach(budget, passes) < steps:
             passes += 1
         return passes
+
+    def least(self, steps: int, passes: int) -> int:
+        """Return the smallest budget, a whole number of carries, with which no step is taken more often."""
+        return next(b for b in count(self.carry, self.carry) if self.reach(b, passes) >= steps)
 
     def ahead(self, steps: int, budget: int) -> int:
         """Return how far ahead the next carry is to be kept, or 0 if all steps can be kept whole."""
