@@ -48,10 +48,9 @@ def dot(x: Tensor, y: Tensor) -> Tensor:
     return x.flatten().to(dtype) @ y.flatten().to(dtype)
 
 
-def norm(x: Tree, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the Euclidean norm of all leaves together; in `dtype`, where squares may overflow in theirs."""
-    norms = [torch.linalg.vector_norm(leaf, dtype=dtype) for leaf in leaves(x)]
-    return torch.linalg.vector_norm(torch.stack(norms))
+def norm(x: Tree) -> Tensor:
+    """Return the Euclidean norm of all leaves together."""
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(leaf) for leaf in leaves(x)]))
 
 
 def all_finite(x: Tree) -> Tensor:

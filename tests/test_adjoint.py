@@ -331,7 +331,7 @@ def test_large_cotangents_of_small_precision_are_no_overflow():
     training, _, meta, carry = quadratic(lr=0.1)
     info = adjoint(training, lambda carry: 1e25 * carry.params["w"].sum(), meta, carry, 5 * [None]).info
     assert info["overflow"] == -1
-    assert info["cotangents"].isfinite().all()
+    assert info["notes"] == ()
 
 
 def test_tensors_that_require_a_gradient_leave_no_graph_behind():

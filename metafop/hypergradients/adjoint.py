@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor
 
 from metafop import tree
@@ -192,7 +191,7 @@ class _Sweep:
             carry = after
         if end is None:
             value, cotangent = self.outer(carry)
-            self.sizes.append(tree.norm(cotangent, torch.float64))
+            self.sizes.append(tree.norm(cotangent))
             end = _End(value, carry, tree.zeros_like(self.meta), cotangent)
         value, last, grads, cotangent = end
         del end, carry

@@ -25,7 +25,8 @@ def findings(
     """Return what is to be known of an unroll from `start` to `after`.
 
     "values", the loss that each step saw; "cotangents", the norms ‖∂value/∂carry_t‖ for t = 0 … T where they
-    are known; "overflow", the step at which a number that is not finite came up first, or -1; and notes.
+    are known, infinite if their squares are; "overflow", the step at which a number that is not finite came
+    up first, or -1; and notes.
     """
     info: dict[str, Any] = {"values": torch.stack(list(values))}
     if cotangents:
@@ -46,15 +47,15 @@ def overflow(values: Tensor, value: Tensor, grads: Meta, cotangents: Tensor | No
         return t, f"Training overflowed: the loss of step {t} of {steps} is not finite."
     if not value.isfinite():
         return steps, f"The outer loss is not finite after all {steps} steps."
+    if tree.all_finite(grads):
+        return -1, ""
     remedy = "Use a shorter horizon, a smaller lr, or evolution."
     back = [] if cotangents is None else (~cotangents.isfinite()).nonzero()
     if len(back):
         t = int(back[-1])
         where = f"∂value/∂carry is not finite there. {remedy}"
         return t, f"The hypergradient overflowed at step {t} of {steps}, going back: {where}"
-    if not tree.all_finite(grads):
-        return 0, f"The hypergradient overflowed as a sum, though no step of {steps} did. {remedy}"
-    return -1, ""
+    return 0, f"The hypergradient overflowed as a sum, though no step of {steps} did. {remedy}"
 
 
 def _missed(training: Trains, outer_loss: OuterLoss, batch: Any, start: Any, after: Any) -> str:

@@ -81,7 +81,7 @@ class Forward:
         steps = horizon(training, meta, start, batches)
         learned = learned_leaves("Forward", self.learn, meta)
         tangents = _fitting(tangents, start, learned)
-        after, sizes = start, tree.norm(tangents, torch.float64)[None]
+        after, sizes = start, tree.norm(tangents)[None]
         values = tangents[0].new_zeros(0)
         with unfused():
             reason = forward_fails(training, start, batch_at(batches, 0))
@@ -90,7 +90,7 @@ class Forward:
                 after, value, tangents = step(after, batch_at(batches, t), tangents)
                 # Not lists: over many steps, small tensors that stay would scatter the memory of large ones.
                 values = torch.cat([values, value[None]])
-                sizes = torch.cat([sizes, tree.norm(tangents, torch.float64)[None]])
+                sizes = torch.cat([sizes, tree.norm(tangents)[None]])
             value, cotangent = outer_pull(outer_loss, after)
             zeros = tree.zeros_like(meta)  # of what overflowed in grads, tangents tell more
             info = findings(training, outer_loss, batches, start, after, value, zeros, values.unbind())

@@ -51,13 +51,13 @@ def _there_and_back(path: _Path, outer_loss: OuterLoss) -> Estimate:
     last, values, saved = path.ahead()
     words = sum(x.numel() for x in tree.leaves((last.params, saved)))  # a store has one for each number
     value, cotangent = outer_pull(outer_loss, last)
-    grads, sizes = tree.zeros_like(meta), [tree.norm(cotangent, torch.float64)]
+    grads, sizes = tree.zeros_like(meta), [tree.norm(cotangent)]
     step_back = StepBack(training)
     if tree.all_finite(last.params):
         for before, batch in path.back(last, saved):
             d_meta, cotangent = step_back(meta, before, batch, cotangent)
             grads = tree.add(grads, d_meta)
-            sizes.append(tree.norm(cotangent, torch.float64))
+            sizes.append(tree.norm(cotangent))
     else:  # what is not a number cannot be undone
         grads, sizes = tree.map(lambda x: torch.full_like(x, torch.nan), meta), []
     info = findings(training, outer_loss, path.batches, carry, last, value, grads, values, sizes[::-1])

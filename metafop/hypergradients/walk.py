@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from metafop import tree
@@ -67,7 +66,7 @@ def walk_of(
             seen_grads = dict(zip(carry.params, kept.grads, strict=True))
             seen = Seen(kept.value, seen_grads, dict(zip(carry.buffers, kept.buffers, strict=True)))
         d_meta, cotangent = step_back(meta, carry, tree.unflatten(batch, batch_structure), cotangent, seen)
-        return tree.add(grads, tree.leaves(d_meta)), cotangent, tree.norm(cotangent, torch.float64)
+        return tree.add(grads, tree.leaves(d_meta)), cotangent, tree.norm(cotangent)
 
     return Walk(ahead, back)
 
