@@ -4,6 +4,7 @@ from __future__ import annotations  # torch.compile does not follow annotations 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
@@ -80,6 +81,7 @@ class Adjoint:
         looks = looks_at_value(training, meta, carry)
         (meta_leaves, meta_structure), (start, structure) = tree.flatten(meta), tree.flatten(carry)
 
+        @cache
         def walk(batch_structure: tree.Structure) -> Walk:
             settings = (meta_structure, structure, batch_structure, over, looks)
             return compiled_walk(Same(training), *settings) if self.compile else walk_of(training, *settings)
