@@ -69,7 +69,7 @@ def test_a_model_may_be_called_more_than_once_in_a_loss(setting, generator):
 
 def test_batch_norm_in_eval_mode_keeps_its_statistics(generator):
     problem = convnet(generator)
-    problem.model[1].eval()
+    problem.model.get_submodule("1").eval()
     (params, buffers), theirs = trained(problem.model, OPTIMIZERS["sgd"], problem.batches)
     assert_same_bits(buffers, problem.buffers)
     assert_near(params, theirs[0], rtol=1e-12)
@@ -140,7 +140,7 @@ def test_tied_weights_are_one_parameter(setting, generator):
 @every("setting", SETTINGS)
 def test_frozen_parameters_stay_with_the_module(setting, generator):
     problem = mlp(generator)
-    problem.model[0].requires_grad_(False)
+    problem.model.get_submodule("0").requires_grad_(False)
     ours, theirs = trained(problem.model, setting, problem.batches)
     assert set(ours[0]) == {"2.weight", "2.bias"}
     assert_near(ours, theirs, rtol=1e-12)
