@@ -36,7 +36,7 @@ class Config:
     horizon: int = 50  # steps of mlp and cnn
     deep_horizon: int = 256  # steps of deep
     long: int = 100  # steps of mlp, against twice as many; and of a reversible training, against ten times
-    batch: int = 128  # examples in a batch; half as many for cnn, twice as many for deep
+    batch: int = 128  # examples in a batch; half as many for cnn
     width: int = 100  # of the hidden layers of mlp
     deep_width: int = 256  # of the layers of deep
     channels: int = 16  # of the first layer of cnn
@@ -101,7 +101,7 @@ def cases(config: Config) -> dict[str, Case]:
     return {
         "mlp": Case(mlp, (784,), config.batch, config.horizon, config.rounds),
         "cnn": Case(cnn, (3, 32, 32), half, config.horizon, few),
-        "deep": Case(deep, (config.deep_width,), 2 * config.batch, config.deep_horizon, few),
+        "deep": Case(deep, (config.deep_width,), config.batch, config.deep_horizon, few),
     }
 
 
