@@ -5,13 +5,15 @@ from __future__ import annotations  # torch.compile does not follow annotations 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args
+from math import isqrt
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from metafop import tree
 from metafop.hypergradients.compiling import Same
 from metafop.hypergradients.findings import findings
+from metafop.hypergradients.layout import channels_last, takes_channels_last
 from metafop.hypergradients.schedule import Schedule
 from metafop.hypergradients.unroll import (
     Cotangent,
@@ -36,16 +38,17 @@ class Adjoint:
 
     λ_T = ∂value/∂carry_T,    (∂value/∂meta, λ_t) += pullback of step t of λ_(t+1)    (docs/math.md, 19)
 
-    `keep` says which carries wait for the sweep back: "all" of them, about √(2T) ("sqrt"), every step
-    taken at most twice, or about log₂ T ("log"), a few times (docs/math.md, 20). Instead, `memory` gives a
-    budget in bytes, and as many are kept as fit; with both, the rule is refused if it needs more. Besides
-    there are always the last carry and what one step back needs.
+    `keep` says which carries wait for the sweep back: "all" of them; with "sqrt" so many that about √T are
+    held at once, all told (16 of a horizon below 256), and steps are taken two or three times; with "log"
+    about log₂ T, and steps are taken more often (docs/math.md, 20). Instead, `memory` gives a budget in
+    bytes, and as many are kept as fit; with both, the rule is refused if it needs more. Besides there are
+    always the last carry and what one step back needs.
 
     `compile` runs every step, ahead and back, through torch.compile: once for a training, however many steps
-    and estimates follow. Numbers that the loss closes over are compiled in: they must not change.
-    `over` is how the gradient is differentiated, in "reverse" or "forward"; None takes what is faster as a
-    rule: forward for compiled convolutions, else reverse. Where torch cannot do it forward, a note says so
-    and it is done in reverse.
+    and estimates follow. Numbers that the loss closes over are compiled in: they must not change. Images are
+    then given to convolutions channels last, which is faster on a CPU, if the model takes them so.
+    `over` is how the gradient is differentiated, in "reverse", faster as a rule, or "forward". Where torch
+    cannot do it forward, a note says so and it is done in reverse.
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
@@ -59,12 +62,12 @@ class Adjoint:
     keep: Keep | None = None
     memory: int | None = None
     compile: bool = False
-    over: Over | None = None
+    over: Over = "reverse"
 
     def __post_init__(self) -> None:
         for name, value, options in (
             ("keep", self.keep, (None, *get_args(Keep))),
-            ("over", self.over, (None, *get_args(Over))),
+            ("over", self.over, get_args(Over)),
         ):
             if value not in options:
                 raise ValueError(
@@ -77,7 +80,8 @@ class Adjoint:
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
         steps, (meta, carry) = horizon(training, meta, carry, batches), apart((meta, carry))
-        over, notes = self._over(training, carry, batch_at(batches, 0))
+        first = batch_at(batches, 0)
+        over, notes = self._over(training, carry, first)
         looks = looks_at_value(training, meta, carry)
         (meta_leaves, meta_structure), (start, structure) = tree.flatten(meta), tree.flatten(carry)
 
@@ -93,21 +97,21 @@ class Adjoint:
         def outer(leaves: Leaves) -> tuple[Tensor, Cotangent]:
             return outer_pull(outer_loss, tree.unflatten(leaves, structure))
 
-        sweep = _Sweep(walk, outer, meta_leaves, batches, schedule, keeps_seen=self.compile)
+        lay = channels_last if self.compile and takes_channels_last(training, carry, first) else list
+        sweep = _Sweep(walk, outer, meta_leaves, batches, schedule, lay, keeps_seen=self.compile)
         with unfused():
-            end = sweep.back(steps, start, self._budget(schedule, steps))
-            after, grads = tree.unflatten(end.carry, structure), tree.unflatten(end.grads, meta_structure)
+            sweep.back(start, self._budget(schedule, steps))
+            value, after = sweep.value, tree.unflatten(sweep.last, structure)
+            grads = tree.unflatten(sweep.grads, meta_structure)
             info = findings(
-                training, outer_loss, batches, carry, after, end.value, grads, sweep.values, sweep.sizes[::-1]
+                training, outer_loss, batches, carry, after, value, grads, sweep.values, sweep.sizes[::-1]
             )
-        return Estimate(end.value, grads, after, info | {"notes": notes + info["notes"]})
+        return Estimate(value, grads, after, info | {"notes": notes + info["notes"]})
 
     def _over(self, training: Trains, carry: Any, batch: Batch) -> tuple[Over, tuple[str, ...]]:
         """Return the way to differentiate that the model supports, and what to say of it."""
-        kernels = any(param.dim() > 2 for param in carry.params.values())
-        over = self.over or ("forward" if self.compile and kernels else "reverse")
-        if over == "reverse" or not forward_fails(training, carry, batch):
-            return over, ()
+        if self.over == "reverse" or not forward_fails(training, carry, batch):
+            return self.over, ()
         with unfused():
             reason = forward_fails(training, carry, batch)
         if reason:
@@ -117,8 +121,8 @@ class Adjoint:
     def _budget(self, schedule: Schedule, steps: int) -> int:
         """Return the bytes of carries to keep, or refuse a horizon that does not fit into the memory."""
         rules = {
-            "all": schedule.whole * steps,
-            "sqrt": schedule.least(steps, passes=2),
+            "all": schedule.whole * steps - schedule.carry,
+            "sqrt": schedule.carry * (max(isqrt(steps), 16) - _BESIDES),
             "log": schedule.carry * steps.bit_length(),
         }
         rule = self.keep or ("all" if self.memory is None else "log")
@@ -135,18 +139,15 @@ class Adjoint:
 
 adjoint = Adjoint()
 
-
-class _End(NamedTuple):
-    """How an unroll ended, and the derivatives so far: in meta, and in the carry reached going back."""
-
-    value: Tensor
-    carry: Leaves
-    grads: Leaves
-    cotangent: Cotangent
+_BESIDES = 3  # carries held besides those that wait: the last one, and λ before and after a step
 
 
 class _Sweep:
     """Sweeps back over an unroll within a budget, going ahead again from carries that were kept."""
+
+    value: Tensor  # the outer loss, once the end is reached
+    last: Leaves  # the carry there
+    cotangent: Cotangent  # ∂value/∂carry, where the sweep back is
 
     def __init__(
         self,
@@ -155,16 +156,18 @@ class _Sweep:
         meta: Leaves,
         batches: Batches,
         schedule: Schedule,
+        lay: Callable[[Leaves], Leaves],
         keeps_seen: bool,
     ) -> None:
         self.walk, self.outer, self.meta, self.batches = walk, outer, meta, batches
-        self.schedule, self.keeps_seen = schedule, keeps_seen
+        self.schedule, self.lay, self.keeps_seen = schedule, lay, keeps_seen
+        self.grads = tree.zeros_like(meta)  # ∂value/∂meta, so far
         self.values: list[Tensor] = []  # the loss that each step saw, from the first
         self.sizes: list[Tensor] = []  # ‖λ_t‖, from the last
 
-    def back(self, steps: int, carry: Leaves, budget: int) -> _End:
-        """Go ahead `steps` steps from a carry, and back to it."""
-        waiting, stop, end = [(0, carry, budget)], steps, None
+    def back(self, carry: Leaves, budget: int) -> None:
+        """Go ahead all steps from a carry, and back to it."""
+        waiting, stop = [(0, carry, budget)], len(self.batches)
         while waiting:
             start, carry, budget = waiting[-1]
             if distance := self.schedule.ahead(stop - start, budget):
@@ -172,37 +175,40 @@ class _Sweep:
                 waiting.append((middle, self._ahead(carry, start, middle), budget - self.schedule.carry))
             else:
                 waiting.pop()
-                end, stop = self._back_kept(start, stop, carry, end), start
-        assert end is not None
-        return end
+                self._back_kept(start, stop, carry)
+                stop = start
 
     def _ahead(self, carry: Leaves, start: int, stop: int) -> Leaves:
         for t in range(start, stop):
             carry, _ = self._step(carry, t)
         return carry
 
-    def _back_kept(self, start: int, stop: int, carry: Leaves, end: _End | None) -> _End:
-        """Go ahead from `start` keeping everything, then back from `stop` (None: the end of all steps)."""
+    def _back_kept(self, start: int, stop: int, carry: Leaves) -> None:
+        """Go ahead from `start` keeping everything, then back from `stop`."""
+        kept, carry = self._keep(start, stop, carry)
+        if stop == len(self.batches):
+            self.last, (self.value, self.cotangent) = carry, self.outer(carry)
+            self.sizes.append(tree.norm(self.cotangent))
+        del carry  # or it would be held all the way back
+        for t in reversed(range(start, stop)):
+            before, seen = kept.pop()
+            batch, walk = self._at(t)
+            self.grads, self.cotangent, size = walk.back(
+                self.meta, before, batch, self.grads, self.cotangent, seen
+            )
+            self.sizes.append(size)
+
+    def _keep(self, start: int, stop: int, carry: Leaves) -> tuple[list[tuple[Leaves, Kept | None]], Leaves]:
+        """Go ahead, and return what each step back needs, and the carry in the end."""
         kept: list[tuple[Leaves, Kept | None]] = []
         for t in range(start, stop):
-            if end is not None and t == stop - 1 and not self.keeps_seen:
-                kept.append((carry, None))  # where the last step leads is known
+            if t == stop - 1 < len(self.batches) - 1 and not self.keeps_seen:
+                kept.append((carry, None))  # where this step leads is known
                 break
             after, seen = self._step(carry, t)
             kept.append((carry, seen if self.keeps_seen else None))
             carry = after
-        if end is None:
-            value, cotangent = self.outer(carry)
-            self.sizes.append(tree.norm(cotangent))
-            end = _End(value, carry, tree.zeros_like(self.meta), cotangent)
-        value, last, grads, cotangent = end
-        del end, carry
-        for t in reversed(range(start, stop)):
-            before, seen = kept.pop()
-            batch, walk = self._at(t)
-            grads, cotangent, size = walk.back(self.meta, before, batch, grads, cotangent, seen)
-            self.sizes.append(size)
-        return _End(value, last, grads, cotangent)
+        return kept, carry
 
     def _step(self, carry: Leaves, t: int) -> tuple[Leaves, Kept]:
         batch, walk = self._at(t)
@@ -220,4 +226,4 @@ class _Sweep:
                 f"Adjoint(compile=True) takes batches of tensors, got {others[0]!r} in that of step {t}. "
                 "Wrap it: torch.tensor(...)."
             )
-        return batch, self.walk(structure)
+        return self.lay(batch), self.walk(structure)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, count
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -10,7 +10,7 @@ class Schedule:
     """Binomial checkpoints (Griewank & Walther, 2000) in bytes: `carry` for one that is kept to start from
     again, `whole` for one that is kept with all that its step back needs.
 
-    reach(b, 1) = b / whole,    reach(b, p) = reach(b, p - 1) + reach(b - carry, p)
+    reach(b, 1) = (b + carry) / whole,    reach(b, p) = reach(b, p - 1) + reach(b - carry, p)
 
     is how many steps can be swept back from a carry in hand, if b bytes may be held besides and no step is
     taken more than p times: one carry is kept ahead, the sweep goes back to it with what is left of the
@@ -30,10 +30,6 @@ class Schedule:
             passes += 1
         return passes
 
-    def least(self, steps: int, passes: int) -> int:
-        """Return the smallest budget, a whole number of carries, with which no step is taken more often."""
-        return next(b for b in count(self.carry, self.carry) if self.reach(b, passes) >= steps)
-
     def ahead(self, steps: int, budget: int) -> int:
         """Return how far ahead the next carry is to be kept, or 0 if all steps can be kept whole."""
         passes = self.passes(steps, budget)
@@ -48,6 +44,6 @@ class Schedule:
 def _reaches(carry: int, whole: int, budget: int, passes: int) -> tuple[int, ...]:
     """Return reach(b, passes) for b = budget and what is left of it after each carry, from the smallest."""
     if passes == 1:
-        return tuple(max(b // whole, 1) for b in range(budget % carry, budget + 1, carry))
+        return tuple(max((b + carry) // whole, 1) for b in range(budget % carry, budget + 1, carry))
     smallest, *others = _reaches(carry, whole, budget, passes - 1)
     return tuple(accumulate(others, initial=smallest))

@@ -1,0 +1,32 @@
+"""How images lie in memory: channels last, convolutions and their derivatives are faster on a CPU."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metafop import tree
+from metafop.types import Batch, Trains
+
+
+def channels_last(leaves: list[Any]) -> list[Any]:
+    """Return the same batch, its images with the channels of a pixel side by side."""
+    return [x.contiguous(memory_format=torch.channels_last) if _is_image(x) else x for x in leaves]
+
+
+def takes_channels_last(training: Trains, carry: Any, batch: Batch) -> bool:
+    """Return whether the model convolves images, and no `view` of it expects them to lie otherwise."""
+    leaves, structure = tree.flatten(batch)
+    if not any(map(_is_image, leaves)) or not any(param.dim() == 4 for param in carry.params.values()):
+        return False
+    try:
+        training.evaluate(carry, tree.unflatten(channels_last(leaves), structure))
+    except RuntimeError as error:
+        if "view size is not compatible" not in str(error):
+            raise
+        return False
+    return True
+
+
+def _is_image(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 4 and x.is_floating_point() and x.device.type == "cpu"
