@@ -98,7 +98,7 @@ def meta_train(
     >>> trained.history[0]["value"] > 0.8, trained.history[-1]["value"] < 1e-3
     (True, True)
     """
-    for name, number in (("windows", windows), ("save_every", save_every)):
+    for name, number in (("steps", steps), ("windows", windows), ("save_every", save_every)):
         if number < 1:
             raise ValueError(f"meta_train takes {name} of one or more, got {number}. Pass a positive number.")
     settings = {"learner": learner, "task": task, "windows": windows, "steer": steer, "meta": meta}
@@ -178,7 +178,13 @@ class _Folder:
         """Return the run that is kept here, if any, or refuse one with other settings."""
         if self.path is None or not (self.path / "checkpoint.pt").exists():
             return None
-        settings, run = torch.load(self.path / "checkpoint.pt", weights_only=False)
+        try:
+            settings, run = torch.load(self.path / "checkpoint.pt", weights_only=False)
+        except Exception as error:  # a pickle can fail in any way
+            raise ValueError(
+                f"{self.path / 'checkpoint.pt'} is damaged, or was written by something else "
+                f"({type(error).__name__}). Delete it to start anew, or pass another folder."
+            ) from error
         others = [name for name, value in self.settings.items() if not _same(value, settings[name])]
         if others:
             raise ValueError(

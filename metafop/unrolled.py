@@ -55,9 +55,9 @@ class Unrolled:
     def __post_init__(self) -> None:
         self.learned.check()
         checks.instance("Unrolled", "an estimator", self.estimator)
-        if self.clip is not None and not self.clip > 0:
+        if self.clip is not None and not (isinstance(self.clip, int | float) and self.clip > 0):
             raise ValueError(
-                f"Unrolled takes a clip above zero, got {self.clip}. Pass one, or None for no clip."
+                f"Unrolled takes a clip above zero, got {self.clip!r}. Pass a number, or None for no clip."
             )
 
     @property

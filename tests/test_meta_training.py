@@ -226,7 +226,18 @@ def test_another_meta_learning_rate_is_refused(tmp_path):
         meta_train(learner, steer, meta, task, 4, folder=tmp_path, progress=False)
 
 
-@pytest.mark.parametrize("name", ["windows", "save_every"])
+@pytest.mark.parametrize(
+    "damage", [lambda whole: whole[: len(whole) // 2], lambda _: b""], ids=["torn", "empty"]
+)
+def test_a_damaged_checkpoint_is_refused_with_its_name(damage, tmp_path):
+    run(tmp_path, steps=2)
+    checkpoint = tmp_path / "checkpoint.pt"
+    checkpoint.write_bytes(damage(checkpoint.read_bytes()))
+    with pytest.raises(ValueError, match=rf"{checkpoint} is damaged.* Delete it"):
+        run(tmp_path, steps=4)
+
+
+@pytest.mark.parametrize("name", ["steps", "windows", "save_every"])
 def test_numbers_below_one_are_refused(name):
     with pytest.raises(ValueError, match=rf"meta_train takes {name} of one or more, got 0. Pass"):
         run(**{name: 0})

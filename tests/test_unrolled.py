@@ -286,6 +286,7 @@ REFUSED = {
     "a string": (lambda: slope(learn="hyper.lr"), ["Unrolled", "learn='hyper.lr'", '"hyper.lr")']),
     "one bound": (lambda: slope(bounds=safeguards.bound_norm(1.0)), ["Unrolled", "bounds", "tuple"]),
     "a clip of zero": (lambda: slope(clip=0.0), ["Unrolled", "clip", "0.0", "None"]),
+    "a clip that is no number": (lambda: slope(clip="a"), ["Unrolled", "clip", "'a'", "None"]),
     "nothing of that name": (
         lambda: slope(learn=("hyper.decay",))[0].init(slope()[1]),
         ["Unrolled", "'hyper.decay'", "hyper.lr"],

@@ -29,9 +29,8 @@ def compiled(function: F) -> F:
 
     Everything else that it sees (a training, the structure of trees) must stay what it is: that torch need
     not ask again at each call, and calls its kernels from C++, halves what a small net's step costs besides
-    its arithmetic. It shares nothing with other functions of the same code. Convolutions keep
-    the layout of their data: turned to channels last, as torch's compiler prefers, second derivatives of
-    batch norm take twice the time on a CPU.
+    its arithmetic. It shares nothing with other functions of the same code. Data keep their layout:
+    torch's compiler would turn those of every convolution apart, and copy them for each that reads them.
     """
     options: dict[str, Any] = {
         "guard_filter_fn": lambda guards: [guard.guard_type in _KEPT for guard in guards],
