@@ -32,7 +32,7 @@ from metafop.tensorboard import Logger
 class Config:
     """Differentiates through T steps in every tensor's learning rate: time, peak memory, and agreement."""
 
-    rounds: int = 15  # rounds of measurement, each way once in each; a fifth as many for cnn and deep
+    rounds: int = 15  # rounds of measurement, each way once in each; a third as many for cnn and deep
     horizon: int = 50  # steps of mlp and cnn
     deep_horizon: int = 256  # steps of deep
     long: int = 100  # steps of mlp, against twice as many; and of a reversible training, against ten times
@@ -97,7 +97,7 @@ def cases(config: Config) -> dict[str, Case]:
     mlp = partial(models.mlp, 784, *3 * [config.width], CLASSES)
     cnn = partial(unrolls.convnet, config.channels)
     deep = partial(models.mlp, *6 * [config.deep_width], CLASSES)
-    half, few = max(config.batch // 2, 2), max(config.rounds // 5, 1)  # batch norm needs two
+    half, few = max(config.batch // 2, 2), max(config.rounds // 3, 1)  # batch norm needs two
     return {
         "mlp": Case(mlp, (784,), config.batch, config.horizon, config.rounds),
         "cnn": Case(cnn, (3, 32, 32), half, config.horizon, few),
@@ -106,7 +106,6 @@ def cases(config: Config) -> dict[str, Case]:
 
 
 def measure(config: Config, name: str, tick: Callable[[str], None]) -> Result:
-    torch.compiler.reset()  # torch compiles one piece of code for a few callers at most
     case = cases(config)[name]
     unroll = case.unroll(config.seed)
     compiling, grads, runs = {}, {}, {}
@@ -155,7 +154,6 @@ def memory_of(config: Config, name: str, way: str) -> Memory:
 
 def longer(config: Config) -> dict[str, run.Figure]:
     """Return the time of twice as many steps of mlp over that of as many."""
-    torch.compiler.reset()
     steps = config.long
     unroll = cases(config)["mlp"]._replace(horizon=2 * steps).unroll(config.seed)
     fast = unrolls.ways(unroll, config.compiled)["fast"]

@@ -1,4 +1,7 @@
-"""Arithmetic on trees of tensors, and leaves by name. The only file that uses what is private in torch."""
+"""Arithmetic on trees of tensors, and leaves by name. Here is what we use of torch that is private.
+
+(All but its compiler: hypergradients/compiling.)
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 

@@ -234,6 +234,42 @@ def test_what_was_compiled_for_one_tensor_twice_is_not_used_for_two():
     assert_same_estimate(Adjoint(compile=True)(training, *call), autograd(training, *call))
 
 
+def test_what_was_compiled_for_one_form_is_not_used_for_another():
+    """Strides of parameters and batches change, those of λ do after the first step back, and so do types."""
+    loss = functional.plain(lambda params, batch: (batch["x"] @ params["w"]).tanh().square().mean())
+    training = Training(loss, Momentum())
+    w, x = torch.linspace(-1, 1, 12).reshape(4, 3), torch.linspace(0, 1, 20).reshape(5, 4)
+    for params, batches in (
+        ({"w": w}, [{"x": x, "none": None}] * 3),
+        ({"w": w.T.contiguous().T}, [{"x": x, "none": None}, {"x": x.T.contiguous().T, "none": None}]),
+        ({"w": w.float()}, [{"x": x.float(), "none": None}] * 3),
+    ):
+        meta = training.meta(params, Momentum().hyper(lr=0.1))
+        call = (lambda carry: carry.params["w"].sum(), meta, training.init(params), batches)
+        rtol = 1e-10 if params["w"].dtype == torch.float64 else 1e-5
+        assert_same_estimate(Adjoint(compile=True)(training, *call), autograd(training, *call), rtol)
+
+
+def test_a_loss_that_looks_at_values_is_not_compiled():
+    loss = functional.plain(lambda params, batch: params["w"].sum() * (2 if params["w"].sum() > 0 else 1))
+    training, params = Training(loss, Momentum()), {"w": torch.ones(2)}
+    meta, carry = training.meta(params, Momentum().hyper(lr=0.1)), training.init(params)
+    with pytest.raises(RuntimeError, match=r"could not be traced \(\w+, above\).* use torch.where"):
+        Adjoint(compile=True)(training, lambda carry: carry.params["w"].sum(), meta, carry, [None])
+
+
+def test_a_transform_cannot_see_into_what_is_compiled():
+    training, outer_loss, meta, carry = quadratic(lr=0.1)
+
+    def value(lr):
+        return Adjoint(compile=True)(
+            training, outer_loss, Meta(meta.hyper._replace(lr=lr), meta.precond), carry, [None]
+        )
+
+    with pytest.raises(TypeError, match=r"inside vmap.* compile=False"):
+        torch.func.vmap(value)(torch.ones(2))
+
+
 def test_compiled_batches_must_be_tensors(generator):
     training, outer_loss, meta, carry, batches = unrolled(mlp, OPTIMIZERS["sgd"], None, generator)
     with pytest.raises(TypeError, match=r"takes batches of tensors, got 0\.5 in that of step 0\. Wrap it"):

@@ -8,10 +8,11 @@ from functools import cache
 from math import isqrt
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.hypergradients.compiling import Same
+from metafop.hypergradients.compiling import Formed, Leaves, Same
 from metafop.hypergradients.findings import findings
 from metafop.hypergradients.layout import channels_last, takes_channels_last
 from metafop.hypergradients.schedule import Schedule
@@ -26,7 +27,7 @@ from metafop.hypergradients.unroll import (
     outer_pull,
     unfused,
 )
-from metafop.hypergradients.walk import Kept, Leaves, Walk, compiled_walk, walk_of
+from metafop.hypergradients.walk import Walk, compiled_walk, walk_of
 from metafop.types import Batch, Batches, Estimate, Meta, OuterLoss, Trains
 
 Keep = Literal["all", "sqrt", "log"]
@@ -44,9 +45,9 @@ class Adjoint:
     bytes, and as many are kept as fit; with both, the rule is refused if it needs more. Besides there are
     always the last carry and what one step back needs.
 
-    `compile` runs every step, ahead and back, through torch.compile: once for a training, however many steps
-    and estimates follow. Numbers that the loss closes over are compiled in: they must not change. Images are
-    then given to convolutions channels last, which is faster on a CPU, if the model takes them so.
+    `compile` builds the steps, ahead and back, with torch's compiler: once for a training, however many steps
+    and estimates follow. What the loss closes over is compiled in: it must not change. Images are then given
+    to convolutions channels last, which is faster on a CPU, if the model takes them so.
     `over` is how the gradient is differentiated, in "reverse", faster as a rule, or "forward". Where torch
     cannot do it forward, a note says so and it is done in reverse.
 
@@ -79,11 +80,14 @@ class Adjoint:
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
+        self._check_compile()
         steps, (meta, carry) = horizon(training, meta, carry, batches), apart((meta, carry))
         first = batch_at(batches, 0)
         over, notes = self._over(training, carry, first)
         looks = looks_at_value(training, meta, carry)
         (meta_leaves, meta_structure), (start, structure) = tree.flatten(meta), tree.flatten(carry)
+        if self.compile:
+            meta_leaves, start = Formed(meta_leaves), Formed(start)
 
         @cache
         def walk(batch_structure: tree.Structure) -> Walk:
@@ -107,6 +111,13 @@ class Adjoint:
                 training, outer_loss, batches, carry, after, value, grads, sweep.values, sweep.sizes[::-1]
             )
         return Estimate(value, grads, after, info | {"notes": notes + info["notes"]})
+
+    def _check_compile(self) -> None:
+        if self.compile and tree.is_transforming():
+            raise TypeError(
+                "Adjoint(compile=True) was called inside vmap, grad or another transform of torch.func, "
+                "which cannot see into what is compiled. Call it outside, or with compile=False."
+            )
 
     def _over(self, training: Trains, carry: Any, batch: Batch) -> tuple[Over, tuple[str, ...]]:
         """Return the way to differentiate that the model supports, and what to say of it."""
@@ -161,7 +172,7 @@ class _Sweep:
     ) -> None:
         self.walk, self.outer, self.meta, self.batches = walk, outer, meta, batches
         self.schedule, self.lay, self.keeps_seen = schedule, lay, keeps_seen
-        self.grads = tree.zeros_like(meta)  # ∂value/∂meta, so far
+        self.grads = [torch.zeros_like(x) for x in meta]  # ∂value/∂meta, so far
         self.values: list[Tensor] = []  # the loss that each step saw, from the first
         self.sizes: list[Tensor] = []  # ‖λ_t‖, from the last
 
@@ -196,25 +207,25 @@ class _Sweep:
             self.grads, self.cotangent, size = walk.back(
                 self.meta, before, batch, self.grads, self.cotangent, seen
             )
-            self.sizes.append(size)
+            self.sizes += size
 
-    def _keep(self, start: int, stop: int, carry: Leaves) -> tuple[list[tuple[Leaves, Kept | None]], Leaves]:
+    def _keep(self, start: int, stop: int, carry: Leaves) -> tuple[list[tuple[Leaves, Leaves]], Leaves]:
         """Go ahead, and return what each step back needs, and the carry in the end."""
-        kept: list[tuple[Leaves, Kept | None]] = []
+        kept = []
         for t in range(start, stop):
             if t == stop - 1 < len(self.batches) - 1 and not self.keeps_seen:
-                kept.append((carry, None))  # where this step leads is known
+                kept.append((carry, []))  # where this step leads is known
                 break
             after, seen = self._step(carry, t)
-            kept.append((carry, seen if self.keeps_seen else None))
+            kept.append((carry, seen if self.keeps_seen else []))
             carry = after
         return kept, carry
 
-    def _step(self, carry: Leaves, t: int) -> tuple[Leaves, Kept]:
+    def _step(self, carry: Leaves, t: int) -> tuple[Leaves, Leaves]:
         batch, walk = self._at(t)
         carry, seen = walk.ahead(self.meta, carry, batch)
         if t == len(self.values):
-            self.values.append(seen.value)
+            self.values.append(seen[0])
         return carry, seen
 
     def _at(self, t: int) -> tuple[Leaves, Walk]:

@@ -1,14 +1,23 @@
-"""Functions compiled once: torch.compile with the settings that serve derivatives best."""
+"""Functions compiled once for each form of their arguments: traced by make_fx, built by TorchInductor.
+
+torch.compile asks all its guards at each call, which for a small net takes a tenth of a step. What they would
+find out is known here: what a compiled function returns has the same form each time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable)
+Leaves = list[Any]  # tensors, and None where a batch has none
 
 
 class Same(Generic[T]):
@@ -24,29 +33,99 @@ class Same(Generic[T]):
         return id(self.value)
 
 
-def compiled(function: F) -> F:
-    """Return a function of tensors as one graph for each of their shapes.
+@dataclass(frozen=True, eq=False)  # one object for each form, so that two are compared at once
+class Form:
+    """What is compiled in of some leaves: the shape, strides, type and device of each."""
 
-    Everything else that it sees (a training, the structure of trees) must stay what it is: that torch need
-    not ask again at each call, and calls its kernels from C++, halves what a small net's step costs besides
-    its arithmetic. It shares nothing with other functions of the same code. Data keep their layout:
-    torch's compiler would turn those of every convolution apart, and copy them for each that reads them.
+    described: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | None, ...]
+
+    def examples(self) -> Leaves:
+        """Return other leaves of this form: no two of them one tensor, as two arguments may be."""
+        return [
+            each and torch.empty_strided(each[0], each[1], dtype=each[2], device=each[3])
+            for each in self.described
+        ]
+
+
+class Formed(list):
+    """Leaves whose form is known."""
+
+    def __init__(self, leaves: Iterable[Any], form: Form | None = None) -> None:
+        super().__init__(leaves)
+        self.form = form or _form(tuple(map(_described, self)))
+
+
+class Compiled:
+    """A pure function from lists of leaves to lists of leaves, compiled once for each form of these.
+
+    All else that it sees, a training or a Python number, is compiled in and must stay what it is. It shares
+    nothing with other functions of the same code.
     """
-    options: dict[str, Any] = {
-        "guard_filter_fn": lambda guards: [guard.guard_type in _KEPT for guard in guards],
-        "cpp_wrapper": True,
-        "layout_optimization": False,
-    }
-    return torch.compile(  # pyright: ignore[reportCallIssue]: it knows an older signature
-        function,
-        fullgraph=True,
-        dynamic=False,
-        isolate_recompiles=True,
-        recompile_limit=_SHAPES,
-        options=options,
-    )
+
+    def __init__(self, function: Callable[..., tuple[Leaves, ...]]) -> None:
+        self.function = function
+        self.built: dict[tuple[Form, ...], _Built] = {}
+
+    def __call__(self, *groups: Leaves) -> tuple[Formed, ...]:
+        formed = [group if isinstance(group, Formed) else Formed(group) for group in groups]
+        forms = tuple(group.form for group in formed)
+        if forms not in self.built:
+            self.built[forms] = _build(self.function, formed)
+        return self.built[forms](formed)
 
 
-# What is asked at each call: shapes, types, and whether two arguments that were one tensor still are.
-_KEPT = ("TENSOR_MATCH", "DUPLICATE_INPUT")
-_SHAPES = 64  # of batches, at most
+class _Built(NamedTuple):
+    """A compiled function of tensors, and the forms of the lists into which its result is cut."""
+
+    run: Callable[..., list[Tensor]]
+    forms: tuple[Form, ...]
+
+    def __call__(self, groups: list[Formed]) -> tuple[Formed, ...]:
+        lists = _cut(self.run(*_tensors(groups)), [len(form.described) for form in self.forms])
+        return tuple(map(Formed, lists, self.forms))
+
+
+def _build(function: Callable[..., tuple[Leaves, ...]], groups: list[Formed]) -> _Built:
+    import torch._inductor  # takes a second: for those who compile
+
+    sizes: list[int] = []
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        found = iter(tensors)
+        returned = function(*([each and next(found) for each in group.form.described] for group in groups))
+        sizes[:] = map(len, returned)
+        return _tensors(returned)
+
+    examples: list[Any] = _tensors([group.form.examples() for group in groups])
+    try:
+        graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+    except Exception as error:
+        raise RuntimeError(
+            f"A step could not be traced ({type(error).__name__}, above). A loss whose Python looks at the "
+            "values of tensors cannot be compiled: use torch.where in it, or compile=False."
+        ) from error
+    run: Any = torch._inductor.compile(graph, examples, _OPTIONS)
+    return _Built(run, tuple(Formed(leaves).form for leaves in _cut(run(*_tensors(groups)), sizes)))
+
+
+# Kernels are called from C++. Data keep their layout: torch's compiler would turn those of each convolution
+# by themselves, and copy them for each that reads them.
+_OPTIONS: dict[str, Any] = {"cpp_wrapper": True, "layout_optimization": False}
+
+
+def _tensors(groups: Iterable[Leaves]) -> list[Tensor]:
+    return [x for group in groups for x in group if x is not None]
+
+
+def _cut(tensors: Iterable[Tensor], sizes: Iterable[int]) -> list[list[Tensor]]:
+    rest = iter(tensors)
+    return [list(islice(rest, size)) for size in sizes]
+
+
+def _described(x: Tensor | None) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | None:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+
+
+@cache
+def _form(described: tuple) -> Form:
+    return Form(described)

@@ -1,37 +1,25 @@
 """One step ahead and one back, on the leaves of trees: a compiled function takes them faster than trees."""
 
-from __future__ import annotations  # torch.compile does not follow annotations of inner functions
+from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from metafop import tree
-from metafop.hypergradients.compiling import Same, compiled
-from metafop.hypergradients.unroll import Cotangent, Over, StepBack
+from metafop.hypergradients.compiling import Compiled, Leaves, Same
+from metafop.hypergradients.unroll import Over, StepBack
 from metafop.types import Seen, Trains
-
-Leaves = list[Tensor]
-
-
-class Kept(NamedTuple):
-    """What a step saw, on leaves."""
-
-    value: Tensor
-    grads: Leaves
-    buffers: Leaves
 
 
 class Walk(NamedTuple):
-    """ahead(meta, carry, batch) -> (carry, kept)
+    """ahead(meta, carry, batch) -> (carry, seen)        seen is [value, *grads, *buffers]
 
-    back(meta, carry, batch, grads, λ, kept) -> (grads, λ, ‖λ‖)
+    back(meta, carry, batch, grads, λ, seen) -> (grads, λ, [‖λ‖])        seen is [] if it was not kept
     """
 
-    ahead: Callable[[Leaves, Leaves, Leaves], tuple[Leaves, Kept]]
-    back: Callable[[Leaves, Leaves, Leaves, Leaves, Cotangent, Kept | None], tuple[Leaves, Cotangent, Tensor]]
+    ahead: Callable[[Leaves, Leaves, Leaves], tuple[Leaves, ...]]
+    back: Callable[[Leaves, Leaves, Leaves, Leaves, Leaves, Leaves], tuple[Leaves, ...]]
 
 
 def walk_of(
@@ -45,28 +33,29 @@ def walk_of(
     """Return the two functions of a training, for trees of these structures."""
     step_back = StepBack(training, over, looks)
 
-    def ahead(meta_leaves: Leaves, leaves: Leaves, batch: Leaves) -> tuple[Leaves, Kept]:
-        carry, meta = tree.unflatten(leaves, structure), tree.unflatten(meta_leaves, meta_structure)
-        seen = training.evaluate(carry, tree.unflatten(batch, batch_structure))
+    def trees(meta: Leaves, carry: Leaves, batch: Leaves) -> tuple[Any, Any, Any]:
+        structures = (meta_structure, structure, batch_structure)
+        return tuple(map(tree.unflatten, (meta, carry, batch), structures))
+
+    def ahead(*leaves: Leaves) -> tuple[Leaves, ...]:
+        meta, carry, batch = trees(*leaves)
+        seen = training.evaluate(carry, batch)
         after, _ = training.advance(meta, carry, seen)
         grads, buffers = [seen.grads[k] for k in carry.params], [seen.buffers[k] for k in carry.buffers]
-        return tree.leaves(after), Kept(seen.value, grads, buffers)
+        return tree.leaves(after), [seen.value, *grads, *buffers]
 
     def back(
-        meta_leaves: Leaves,
-        leaves: Leaves,
-        batch: Leaves,
-        grads: Leaves,
-        cotangent: Cotangent,
-        kept: Kept | None,
-    ) -> tuple[Leaves, Cotangent, Tensor]:
-        carry, meta = tree.unflatten(leaves, structure), tree.unflatten(meta_leaves, meta_structure)
+        meta_leaves: Leaves, leaves: Leaves, batch: Leaves, grads: Leaves, cotangent: Leaves, kept: Leaves
+    ) -> tuple[Leaves, ...]:
+        meta, carry, batch = trees(meta_leaves, leaves, batch)
         seen = None
-        if kept is not None:
-            seen_grads = dict(zip(carry.params, kept.grads, strict=True))
-            seen = Seen(kept.value, seen_grads, dict(zip(carry.buffers, kept.buffers, strict=True)))
-        d_meta, cotangent = step_back(meta, carry, tree.unflatten(batch, batch_structure), cotangent, seen)
-        return tree.add(grads, tree.leaves(d_meta)), cotangent, tree.norm(cotangent)
+        if kept:
+            value, *others = kept
+            seen_grads = dict(zip(carry.params, others, strict=False))
+            seen_buffers = dict(zip(carry.buffers, others[len(seen_grads) :], strict=True))
+            seen = Seen(value, seen_grads, seen_buffers)
+        d_meta, cotangent = step_back(meta, carry, batch, cotangent, seen)
+        return tree.add(list(grads), tree.leaves(d_meta)), cotangent, [tree.norm(cotangent)]
 
     return Walk(ahead, back)
 
@@ -82,4 +71,4 @@ def compiled_walk(
 ) -> Walk:
     """Return the same compiled; the same functions for the same training, so that each is compiled once."""
     walk = walk_of(training.value, meta_structure, structure, batch_structure, over, looks)
-    return Walk(compiled(walk.ahead), compiled(walk.back))
+    return Walk(Compiled(walk.ahead), Compiled(walk.back))
