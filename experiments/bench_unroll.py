@@ -184,7 +184,7 @@ def backward_in_time(config: Config) -> dict[str, run.Figure]:
 
 @contextmanager
 def cold_start() -> Iterator[None]:
-    """Let torch.compile find nothing that it has kept from before, and its profiler be silent."""
+    """Let torch's compiler find nothing that it has kept from before, and its profiler be silent."""
     with (
         TemporaryDirectory() as folder,
         patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder, KINETO_LOG_LEVEL="99"),

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Generator, Tensor, nn
 
 from metafop import tree
-from metafop.types import Carry, Loss, Meta, Params
+from metafop.types import Buffers, Carry, Loss, Meta, Params
 
 
 def instance(owner: str, what: str, value: object) -> None:
@@ -85,7 +85,7 @@ def distinct(meta: Meta) -> None:
         )
 
 
-def returned(result: Any) -> None:
+def returned(result: Any, given: Buffers) -> None:
     """Refuse what a loss must not return."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(
@@ -101,6 +101,11 @@ def returned(result: Any) -> None:
     if not isinstance(buffers, dict):
         raise TypeError(
             f"A loss returns buffers in a dict, got {type(buffers).__name__}. Return {{}} for none."
+        )
+    if buffers.keys() != given.keys():
+        raise ValueError(
+            f"A loss returns the buffers that it was given, {sorted(given)}, got {sorted(buffers)}. "
+            "Return each under its name, changed or not."
         )
 
 

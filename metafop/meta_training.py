@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -180,7 +181,7 @@ class _Folder:
             return None
         try:
             settings, run = torch.load(self.path / "checkpoint.pt", weights_only=False)
-        except Exception as error:  # a pickle can fail in any way
+        except (EOFError, RuntimeError, UnpicklingError) as error:
             raise ValueError(
                 f"{self.path / 'checkpoint.pt'} is damaged, or was written by something else "
                 f"({type(error).__name__}). Delete it to start anew, or pass another folder."

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Generator, Tensor
 from torch.func import grad_and_value
 
@@ -75,11 +74,11 @@ class Training:
     def evaluate(self, carry: Carry, batch: Batch) -> Seen:
         def objective(params: Params) -> tuple[Tensor, Buffers]:
             result = self.loss(params, carry.buffers, batch)
-            checks.returned(result)
+            checks.returned(result, carry.buffers)
             return result
 
         grads, (value, buffers) = grad_and_value(objective, has_aux=True)(carry.params)
-        return Seen(value, grads, tree.map(torch.detach, buffers))
+        return Seen(value, grads, {k: buffers[k].detach() for k in carry.buffers})
 
     def advance(self, meta: Meta, carry: Carry, seen: Seen) -> tuple[Carry, Info]:
         checks.same_tree(meta, carry)

@@ -1,6 +1,6 @@
 """The adjoint: a sweep ahead that keeps carries only, and a sweep back, one step at a time."""
 
-from __future__ import annotations  # torch.compile does not follow annotations of inner functions
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,14 +40,15 @@ class Adjoint:
     λ_T = ∂value/∂carry_T,    (∂value/∂meta, λ_t) += pullback of step t of λ_(t+1)    (docs/math.md, 19)
 
     `keep` says which carries wait for the sweep back: "all" of them; with "sqrt" so many that about √T are
-    held at once, all told (16 of a horizon below 256), and steps are taken two or three times; with "log"
-    about log₂ T, and steps are taken more often (docs/math.md, 20). Instead, `memory` gives a budget in
+    held at once, all told (16 of a horizon below 256), and as a rule steps are taken two or three times; with
+    "log" about log₂ T, and steps are taken more often (docs/math.md, 20). Instead, `memory` gives a budget in
     bytes, and as many are kept as fit; with both, the rule is refused if it needs more. Besides there are
     always the last carry and what one step back needs.
 
-    `compile` builds the steps, ahead and back, with torch's compiler: once for a training, however many steps
-    and estimates follow. What the loss closes over is compiled in: it must not change. Images are then given
-    to convolutions channels last, which is faster on a CPU, if the model takes them so.
+    `compile` builds the steps, ahead and back, with torch's compiler: once for a training and for each shape
+    of batches, however many steps and estimates follow. What the loss closes over is compiled in: it must not
+    change. Images are then given to convolutions channels last, which is faster on a CPU, if the model takes
+    them so.
     `over` is how the gradient is differentiated, in "reverse", faster as a rule, or "forward". Where torch
     cannot do it forward, a note says so and it is done in reverse.
 
@@ -80,7 +81,11 @@ class Adjoint:
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
-        self._check_compile()
+        if self.compile and tree.is_transforming():
+            raise TypeError(
+                "Adjoint(compile=True) was called inside vmap, grad or another transform of torch.func, "
+                "which cannot see into what is compiled. Call it outside, or with compile=False."
+            )
         steps, (meta, carry) = horizon(training, meta, carry, batches), apart((meta, carry))
         first = batch_at(batches, 0)
         over, notes = self._over(training, carry, first)
@@ -95,11 +100,12 @@ class Adjoint:
             return compiled_walk(Same(training), *settings) if self.compile else walk_of(training, *settings)
 
         # Only a compiled step back can leave out a gradient that was kept.
-        kept = tree.size(carry.params) if self.compile else 0
-        schedule = Schedule(tree.size(carry), tree.size(carry) + kept)
+        gradient = tree.size(carry.params) if self.compile else 0
+        schedule = Schedule(tree.size(carry), tree.size(carry) + gradient)
 
         def outer(leaves: Leaves) -> tuple[Tensor, Cotangent]:
-            return outer_pull(outer_loss, tree.unflatten(leaves, structure))
+            value, cotangent = outer_pull(outer_loss, tree.unflatten(leaves, structure))
+            return value, [x.contiguous() for x in cotangent]  # as a step back returns it: compiled once
 
         lay = channels_last if self.compile and takes_channels_last(training, carry, first) else list
         sweep = _Sweep(walk, outer, meta_leaves, batches, schedule, lay, keeps_seen=self.compile)
@@ -111,13 +117,6 @@ class Adjoint:
                 training, outer_loss, batches, carry, after, value, grads, sweep.values, sweep.sizes[::-1]
             )
         return Estimate(value, grads, after, info | {"notes": notes + info["notes"]})
-
-    def _check_compile(self) -> None:
-        if self.compile and tree.is_transforming():
-            raise TypeError(
-                "Adjoint(compile=True) was called inside vmap, grad or another transform of torch.func, "
-                "which cannot see into what is compiled. Call it outside, or with compile=False."
-            )
 
     def _over(self, training: Trains, carry: Any, batch: Batch) -> tuple[Over, tuple[str, ...]]:
         """Return the way to differentiate that the model supports, and what to say of it."""

@@ -1,7 +1,7 @@
 """Functions compiled once for each form of their arguments: traced by make_fx, built by TorchInductor.
 
-torch.compile asks all its guards at each call, which for a small net takes a tenth of a step. What they would
-find out is known here: what a compiled function returns has the same form each time.
+torch.compile asks all its guards at each call, which for a small net takes a tenth of a step. Most of what
+they would find out is known here: what a compiled function returns has the same form each time.
 """
 
 from __future__ import annotations
@@ -51,27 +51,32 @@ class Formed(list):
     """Leaves whose form is known."""
 
     def __init__(self, leaves: Iterable[Any], form: Form | None = None) -> None:
-        super().__init__(leaves)
+        super().__init__(leaves if form else map(_resolved, leaves))
         self.form = form or _form(tuple(map(_described, self)))
 
 
 class Compiled:
     """A pure function from lists of leaves to lists of leaves, compiled once for each form of these.
 
-    All else that it sees, a training or a Python number, is compiled in and must stay what it is. It shares
-    nothing with other functions of the same code.
+    All else that it sees, a training or a number, is compiled in and must stay what it is.
     """
 
     def __init__(self, function: Callable[..., tuple[Leaves, ...]]) -> None:
         self.function = function
-        self.built: dict[tuple[Form, ...], _Built] = {}
+        self.built: dict[tuple, _Built] = {}
 
+    @torch.no_grad()  # what the function closes over may require a gradient, and would leave a graph
     def __call__(self, *groups: Leaves) -> tuple[Formed, ...]:
         formed = [group if isinstance(group, Formed) else Formed(group) for group in groups]
-        forms = tuple(group.form for group in formed)
-        if forms not in self.built:
-            self.built[forms] = _build(self.function, formed)
-        return self.built[forms](formed)
+        key = (*(group.form for group in formed), *_surroundings())
+        if key not in self.built:
+            if len(self.built) == _LIMIT:
+                raise RuntimeError(
+                    f"A step was compiled for {_LIMIT} forms of batches, and there comes another. "
+                    "Bring batches to a few shapes, or pass compile=False."
+                )
+            self.built[key] = _build(self.function, formed)
+        return self.built[key](formed)
 
 
 class _Built(NamedTuple):
@@ -94,23 +99,33 @@ def _build(function: Callable[..., tuple[Leaves, ...]], groups: list[Formed]) ->
         found = iter(tensors)
         returned = function(*([each and next(found) for each in group.form.described] for group in groups))
         sizes[:] = map(len, returned)
-        return _tensors(returned)
+        return [x for group in returned for x in group]
 
     examples: list[Any] = _tensors([group.form.examples() for group in groups])
     try:
         graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
-    except Exception as error:
+    except RuntimeError as error:
+        if "data-dependent" not in str(error):
+            raise
         raise RuntimeError(
-            f"A step could not be traced ({type(error).__name__}, above). A loss whose Python looks at the "
-            "values of tensors cannot be compiled: use torch.where in it, or compile=False."
+            "A step whose Python looks at the values of tensors cannot be compiled. "
+            "Use torch.where in the loss, or compile=False."
         ) from error
     run: Any = torch._inductor.compile(graph, examples, _OPTIONS)
+    del examples  # as large as all that a step takes
     return _Built(run, tuple(Formed(leaves).form for leaves in _cut(run(*_tensors(groups)), sizes)))
 
 
 # Kernels are called from C++. Data keep their layout: torch's compiler would turn those of each convolution
 # by themselves, and copy them for each that reads them.
 _OPTIONS: dict[str, Any] = {"cpp_wrapper": True, "layout_optimization": False}
+_LIMIT = 64
+
+
+def _surroundings() -> tuple:
+    """Return what is compiled in besides: how types are chosen, and the threads that kernels are cut for."""
+    casts = ((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
+    return torch.get_default_dtype(), torch.get_num_threads(), *casts
 
 
 def _tensors(groups: Iterable[Leaves]) -> list[Tensor]:
@@ -120,6 +135,11 @@ def _tensors(groups: Iterable[Leaves]) -> list[Tensor]:
 def _cut(tensors: Iterable[Tensor], sizes: Iterable[int]) -> list[list[Tensor]]:
     rest = iter(tensors)
     return [list(islice(rest, size)) for size in sizes]
+
+
+def _resolved(x: Tensor | None) -> Tensor | None:
+    """Return the tensor as it is in memory: one that is negated or conjugated only by a mark is made so."""
+    return None if x is None else x.resolve_conj().resolve_neg()
 
 
 def _described(x: Tensor | None) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | None:

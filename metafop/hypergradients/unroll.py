@@ -1,6 +1,6 @@
 """What the estimators over many steps share: checks at the door, the outer loss, one step back, findings."""
 
-from __future__ import annotations  # torch.compile does not follow annotations of inner functions
+from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

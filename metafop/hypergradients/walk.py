@@ -13,9 +13,9 @@ from metafop.types import Seen, Trains
 
 
 class Walk(NamedTuple):
-    """ahead(meta, carry, batch) -> (carry, seen)        seen is [value, *grads, *buffers]
+    """ahead(meta, carry, batch) -> (carry, kept)        kept is what was seen: [value, *grads, *buffers]
 
-    back(meta, carry, batch, grads, λ, seen) -> (grads, λ, [‖λ‖])        seen is [] if it was not kept
+    back(meta, carry, batch, grads, λ, kept) -> (grads, λ, [‖λ‖])        [] if it was not kept
     """
 
     ahead: Callable[[Leaves, Leaves, Leaves], tuple[Leaves, ...]]
@@ -51,11 +51,11 @@ def walk_of(
         seen = None
         if kept:
             value, *others = kept
-            seen_grads = dict(zip(carry.params, others, strict=False))
-            seen_buffers = dict(zip(carry.buffers, others[len(seen_grads) :], strict=True))
-            seen = Seen(value, seen_grads, seen_buffers)
+            grads_of = dict(zip(carry.params, others, strict=False))
+            buffers = dict(zip(carry.buffers, others[len(grads_of) :], strict=True))
+            seen = Seen(value, grads_of, buffers)
         d_meta, cotangent = step_back(meta, carry, batch, cotangent, seen)
-        return tree.add(list(grads), tree.leaves(d_meta)), cotangent, [tree.norm(cotangent)]
+        return tree.add(grads, tree.leaves(d_meta)), cotangent, [tree.norm(cotangent)]
 
     return Walk(ahead, back)
 

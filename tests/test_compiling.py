@@ -1,0 +1,50 @@
+"""What is compiled is used for what it was compiled for, and for nothing else."""
+
+import pytest
+import torch
+
+from metafop.hypergradients import compiling
+from metafop.hypergradients.compiling import Compiled, Formed
+
+
+def function(numbers, others):
+    first, second, none = numbers
+    assert none is None
+    return [first.T @ second, second], [first.sum() + others[0].sum()]
+
+
+def test_what_is_returned_has_the_form_that_is_known(generator):
+    compiled = Compiled(function)
+    x, y = torch.randn(2, 4, 3, generator=generator)
+    turned = y.T.contiguous().T  # of the same shape, but other strides
+    negated = torch.complex(x, y).conj().imag  # -y, by a mark
+    for second in (y, turned, negated, y, turned):
+        returned = compiled([x, second, None], [torch.ones(2)])
+        torch.testing.assert_close(tuple(map(list, returned)), function([x, second, None], [torch.ones(2)]))
+        for leaves in returned:
+            assert leaves.form is Formed(list(leaves)).form
+    assert len(compiled.built) == 2
+    with torch.autocast("cpu", torch.bfloat16):
+        (product, _), _ = compiled([x.float(), y.float(), None], [torch.ones(2)])
+    assert product.dtype == torch.bfloat16
+    (product, _), _ = compiled([x.float(), y.float(), None], [torch.ones(2)])
+    assert product.dtype == torch.float32
+
+
+def test_what_is_closed_over_leaves_no_graph_behind():
+    teacher = torch.ones(3, requires_grad=True)
+    ((returned,),) = Compiled(lambda xs: ([xs[0] * teacher],))([torch.ones(3)])
+    assert not returned.requires_grad
+
+
+def test_shapes_without_end_are_refused(monkeypatch):
+    monkeypatch.setattr(compiling, "_LIMIT", 1)
+    compiled = Compiled(lambda xs: ([2 * xs[0]],))
+    compiled([torch.ones(1)])
+    with pytest.raises(RuntimeError, match=r"for 1 forms of batches.* a few shapes, or pass compile=False"):
+        compiled([torch.ones(2)])
+
+
+def test_an_error_of_the_function_is_its_own():
+    with pytest.raises(KeyError, match="missing"):
+        Compiled(lambda xs: ({}["missing"],))([torch.ones(1)])
