@@ -26,17 +26,17 @@ def scale_free(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
     all parameters together. What is left has no units: for log lr under SGD, ⟨∇J, Δθ⟩ over it is a cosine.
     """
     moved = {k: p - last.carry.params[k] for k, p in now.items()}
+    by_name = {k: _size(seen.grads[k]) * _size(x) for k, x in moved.items()}
     everywhere = tree.norm(seen.grads) * tree.norm(moved)
-    by_name = {k: tree.norm(g) * tree.norm(moved[k]) for k, g in seen.grads.items()}
 
     def free(h: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
         if isinstance(h, dict):
-            return {k: _over(x, by_name.get(k, everywhere)) for k, x in h.items()}
-        return _over(h, everywhere)
+            return {k: over(x, by_name.get(k, everywhere)) for k, x in h.items()}
+        return over(h, everywhere)
 
     return Meta(
         type(grads.hyper)(*(free(h) for h in grads.hyper)),
-        {k: tree.map(lambda x, k=k: _over(x, by_name[k]), h) for k, h in grads.precond.items()},
+        {k: tree.map(lambda x, k=k: over(x, by_name[k]), h) for k, h in grads.precond.items()},
     )
 
 
@@ -46,7 +46,7 @@ def feedback(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
     Its gradient is that of (J(θ') - J(θ)) / ‖∇J(θ)‖². (docs/math.md, 15)
     """
     size = tree.norm(last.seen.grads).square()
-    return tree.map(lambda x: _over(x, size), grads)
+    return tree.map(lambda x: over(x, size), grads)
 
 
 def clip(limit: float) -> Guard:
@@ -83,10 +83,13 @@ def _inner_map(function: Callable[[Tensor], Tensor], m: Tree) -> Tree:
     return Aging(_inner_map(function, m.inner), m.time) if isinstance(m, Aging) else tree.map(function, m)
 
 
-def _over(x: Tensor, size: Tensor) -> Tensor:
-    """x / size, and zero where there is nothing to divide by: no gradient, or no step."""
-    there = size > 0
-    return torch.where(there, x / torch.where(there, size, 1.0), 0.0).to(x.dtype)
+def over(x: Tensor, size: Tensor) -> Tensor:
+    """Return `x / size`, and zero where there is nothing to divide by: no gradient, or no step."""
+    return (x / torch.where(size > 0, size, torch.inf)).to(x.dtype)
+
+
+def _size(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x)
 
 
 def _check_limit(name: str, limit: float) -> None:

@@ -11,7 +11,7 @@ from torch.func import grad_and_value
 
 from metafop import checks, tree
 from metafop.optimizers import fitted
-from metafop.preconditioners import Identity
+from metafop.preconditioners import Identity, stacks
 from metafop.types import (
     Batch,
     Buffers,
@@ -102,14 +102,14 @@ class Training:
         if last.credit:
             toward = self.optimizer.toward(*step)
         moved_by = last.credit or seen.grads
-        return Meta(
-            d_hyper,
-            {k: self._family(k).pullback(m, moved_by[k], toward[k]) for k, m in meta.precond.items()},
-        )
+        families = {k: self._family(k) for k in meta.precond}
+        return Meta(d_hyper, stacks.pullbacks(families, meta.precond, moved_by, toward))
 
     def precondition(self, precond: dict[str, Tree], grads: Params) -> Params:
         """Return P(m) g for each parameter."""
-        return {k: self._family(k).apply(precond[k], g) for k, g in grads.items()}
+        families = {k: self._family(k) for k in grads}
+        factors = stacks.factors(families, precond, grads)
+        return {k: stacks.turn(families[k], factors[k], g) for k, g in grads.items()}
 
     def init_memory(self, carry: Carry) -> Tree:
         return self.optimizer.init_memory(carry.params)

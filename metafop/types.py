@@ -130,6 +130,7 @@ class Reversible(Optimizer, Protocol):
         ...
 
 
+@runtime_checkable
 class Preconditioner(Protocol):
     """A family of symmetric matrices P(m) that act on the gradient of one parameter."""
 

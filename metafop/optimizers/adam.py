@@ -140,10 +140,16 @@ class Adam:
         self, hyper: AdamHyper, params: Params, opt: AdamState, direction: Params, cotangent: Params
     ) -> Params:
         """-lr c (1 - β1) / ((1 - β1ᵗ) D): through the first moment, the second held (docs/math.md, 13)."""
+        square = {k: self._parts(hyper, k, opt, direction[k]).square for k in cotangent}
+        return self.toward_after(hyper, AdamState(opt.time + 1, {}, square), cotangent)
+
+    def toward_after(self, hyper: AdamHyper, opt: AdamState, cotangent: Params) -> Params:
+        """Return `toward`, given the state after the step instead of what led to it."""
         result = {}
         for k, c in cotangent.items():
-            part = self._parts(hyper, k, opt, direction[k])
-            result[k] = -at(hyper.lr, k) * c / part.denominator * ((1 - at(hyper.beta1, k)) / part.c1)
+            beta1, beta2 = at(hyper.beta1, k), at(hyper.beta2, k)
+            denominator = _root(opt.square[k] / (1 - beta2**opt.time)) + at(hyper.eps, k)
+            result[k] = -at(hyper.lr, k) * c / denominator * ((1 - beta1) / (1 - beta1**opt.time))
         return result
 
     def _parts(self, hyper: AdamHyper, k: str, opt: AdamState, d: Tensor) -> _Parts:

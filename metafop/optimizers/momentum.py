@@ -84,7 +84,7 @@ class Momentum:
 
     def credit(self, hyper: MomentumHyper, memory: Params, grads: Params) -> tuple[Params, Params]:
         """u' = decay u + g; credit u', or (g + decay u') / (1 + decay) with `nesterov` (docs/math.md, 12)."""
-        memory = {k: at(hyper.decay, k) * u + grads[k] for k, u in memory.items()}
+        memory = {k: torch.addcmul(grads[k], at(hyper.decay, k), u) for k, u in memory.items()}
         if not self.nesterov:
             return memory, memory
         credit = {
@@ -96,6 +96,10 @@ class Momentum:
     def toward(
         self, hyper: MomentumHyper, params: Params, opt: Params, direction: Params, cotangent: Params
     ) -> Params:
+        return self.toward_after(hyper, opt, cotangent)
+
+    def toward_after(self, hyper: MomentumHyper, opt: Params, cotangent: Params) -> Params:
+        """Return `toward`, given the state after the step instead of what led to it."""
         if self.nesterov:
             return {k: -at(hyper.lr, k) * (1 + at(hyper.decay, k)) * c for k, c in cotangent.items()}
         return {k: -at(hyper.lr, k) * c for k, c in cotangent.items()}

@@ -64,6 +64,10 @@ class SGD:
     def toward(
         self, hyper: SGDHyper, params: Params, opt: tuple[()], direction: Params, cotangent: Params
     ) -> Params:
+        return self.toward_after(hyper, opt, cotangent)
+
+    def toward_after(self, hyper: SGDHyper, opt: tuple[()], cotangent: Params) -> Params:
+        """Return `toward`, given the state after the step instead of what led to it."""
         return {k: -at(hyper.lr, k) * c for k, c in cotangent.items()}
 
     def _moves(self, hyper: SGDHyper, params: Params, direction: Params) -> Params:

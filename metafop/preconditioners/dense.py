@@ -25,7 +25,11 @@ class Dense:
         return _identity(inputs(param), param)
 
     def apply(self, m: Tensor, grad: Tensor) -> Tensor:
-        return gram.apply(m, gram.rows(m, grad)).view_as(grad).to(grad.dtype)
+        return self.turn(gram.factor(m, gram.count(m, grad)), grad)
+
+    def turn(self, factor: gram.Factor, grad: Tensor) -> Tensor:
+        """Return P g, given `gram.factor` of m and of the rows of `grad`."""
+        return gram.times(factor, gram.rows(factor.matrix, grad)).reshape(grad.shape).to(grad.dtype)
 
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
         """Return `(CᵀG + GᵀC) M`."""
@@ -65,6 +69,9 @@ class Spatial:
 
     def apply(self, m: Tensor, grad: Tensor) -> Tensor:
         return Dense().apply(m, grad)
+
+    def turn(self, factor: gram.Factor, grad: Tensor) -> Tensor:
+        return Dense().turn(factor, grad)
 
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
         return Dense().pullback(m, grad, cotangent)

@@ -37,13 +37,14 @@ class Kronecker:
 
     def apply(self, m: KroneckerFactors, grad: Tensor) -> Tensor:
         g = gram.rows(m.inputs, grad)
-        return (m.outputs @ (m.outputs.mT @ gram.apply(m.inputs, g))).view_as(grad).to(grad.dtype)
+        turned = gram.times(gram.factor(m.inputs, g.shape[-2]), g)
+        return (m.outputs @ (m.outputs.mT @ turned)).reshape(grad.shape).to(grad.dtype)
 
     def pullback(self, m: KroneckerFactors, grad: Tensor, cotangent: Tensor) -> KroneckerFactors:
         """Return `(CᵀB + BᵀC) M` with B = R Rᵀ G, and `(C Aᵀ + A Cᵀ) R` with A = G M Mᵀ."""
         g, c = gram.rows(m.inputs, grad), gram.rows(m.inputs, cotangent)
         b = m.outputs @ (m.outputs.mT @ g)
-        a = gram.apply(m.inputs, g)
+        a = gram.times(gram.factor(m.inputs, g.shape[-2]), g)
         return KroneckerFactors(gram.pullback(m.inputs, b, c), gram.pullback(m.outputs, a.mT, c.mT))
 
     def dimension(self, m: KroneckerFactors) -> int:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from metafop.preconditioners.dense import Spatial, inputs
 from metafop.preconditioners.elementwise import Identity
@@ -22,6 +23,26 @@ def by_shape(param: Tensor, rank: int = 4) -> Preconditioner:
     if param.dim() == 2:
         return LowRank(min(rank, inputs(param)))
     return Identity()
+
+
+def by_layer(module: nn.Module) -> dict[Tensor, Preconditioner]:
+    """Return the family that suits each parameter of a module, given the layers that use it.
+
+    Only the weights of convolutions are kernels. A weight that several layers share is one if all of them convolve.
+    Any other tensor of three or more dimensions, such as the embedding of positions, gets `Identity`.
+    """
+    owners: dict[Tensor, list[nn.Module]] = {}
+    for layer in module.modules():
+        for param in layer.parameters(recurse=False):
+            owners.setdefault(param, []).append(layer)
+    return {
+        param: by_shape(param) if param.dim() < 3 or all(map(_convolves, layers)) else Identity()
+        for param, layers in owners.items()
+    }
+
+
+def _convolves(layer: nn.Module) -> bool:
+    return isinstance(layer, _ConvNd)
 
 
 def assign(

@@ -52,8 +52,11 @@ class LowRank:
         return self.sigma * noise.to(param.device)
 
     def apply(self, m: Tensor, grad: Tensor) -> Tensor:
-        g = gram.rows(m, grad)
-        return (g + gram.apply(m, g)).view_as(grad).to(grad.dtype)
+        return self.turn(gram.factor(m, gram.count(m, grad)), grad)
+
+    def turn(self, factor: gram.Factor, grad: Tensor) -> Tensor:
+        """Return P g, given `gram.factor` of m and of the rows of `grad`."""
+        return gram.plus_times(factor, gram.rows(factor.matrix, grad)).reshape(grad.shape).to(grad.dtype)
 
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
         """Return `(CᵀG + GᵀC) M` without forming an n-by-n matrix."""

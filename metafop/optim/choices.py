@@ -1,0 +1,146 @@
+"""What can be chosen: which family for which parameter, the presets, and what is refused."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from metafop.online import Credit, Order
+from metafop.optim import bases
+from metafop.optimizers import Momentum
+from metafop.preconditioners import (
+    Bounded,
+    Diagonal,
+    Identity,
+    Normalized,
+    Rescaled,
+    Scalar,
+    Spatial,
+    by_shape,
+)
+from metafop.types import Inspectable, Preconditioner
+
+VARIANTS = ("fop", "fop-norm", "s-hd", "pp-hd")  # the rows of the paper's table
+LEARNED = ("precond", "lr", "momentum")
+_PATIENCE = 10  # as long as SOAP and Shampoo usually wait between updates
+
+
+class Preset(NamedTuple):
+    meta_lr: float
+    order: Order
+    credit: Credit
+    scale_free: bool
+    interval: int | None
+
+
+_PRESETS = {
+    "default": Preset(1e-3, "exact", "velocity", scale_free=True, interval=None),
+    # Algorithm 1, with the meta learning rate of the paper's table.
+    "paper": Preset(1e-4, "paper", "gradient", scale_free=False, interval=1),
+}
+
+
+def preset(name: str) -> Preset:
+    if name not in _PRESETS:
+        raise ValueError(f"FOP has the presets {tuple(_PRESETS)}, got {name!r}. Pass one of them.")
+    return _PRESETS[name]
+
+
+def families(
+    preconditioner: Any, params: list[Tensor], names: list[str] | None, layers: Mapping[Tensor, Preconditioner]
+) -> list[Preconditioner]:
+    """Return the family of each parameter; `layers` holds what the layers of a module call for."""
+    usual = [layers.get(p) or by_shape(p) for p in params]
+    if isinstance(preconditioner, Mapping):
+        return _by_name(preconditioner, names, usual)
+    if preconditioner == "fop":
+        return usual
+    if preconditioner == "fop-norm":
+        return [Normalized(family) if _is_learned(family) else family for family in usual]
+    family = {"s-hd": Scalar(), "pp-hd": Diagonal()}.get(preconditioner, preconditioner)
+    if isinstance(family, type) or not isinstance(family, Preconditioner):
+        raise TypeError(
+            f"FOP takes as preconditioner one of {VARIANTS}, a family such as LowRank(8), or a dict of families "
+            f"by pattern of names, got {preconditioner!r}. Pass one of these."
+        )
+    return [family] * len(params)
+
+
+def text(preconditioner: Any) -> str:
+    """Return a preconditioner as a word that any file can hold."""
+    return preconditioner if isinstance(preconditioner, str) else repr(preconditioner)
+
+
+def patience(family: Preconditioner) -> int:
+    """Return how many steps to take for each that is learned from, where the user does not say.
+
+    Learning a P over all inputs of a layer takes twice the work of using it, learning over a kernel next to none.
+    """
+    while isinstance(family, Normalized | Bounded | Rescaled):
+        family = family.family
+    return 1 if isinstance(family, Spatial | Scalar | Diagonal) else _PATIENCE
+
+
+def check_class(optimizer_class: Any) -> None:
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
+        raise TypeError(
+            f"FOP takes the class of an optimizer, got {optimizer_class!r}. Pass one such as torch.optim.SGD, "
+            "and its settings by name."
+        )
+    if issubclass(optimizer_class, torch.optim.LBFGS):
+        raise TypeError(
+            "FOP preconditions one gradient a step, got torch.optim.LBFGS, which takes several. "
+            "Pass another optimizer."
+        )
+
+
+def check_group(optimizer_class: type, group: Mapping[str, Any]) -> None:
+    """Refuse settings of a group that mean nothing."""
+    for name, options in (("order", get_args(Order)), ("credit", get_args(Credit))):
+        if group[name] not in options:
+            raise ValueError(f"FOP takes {name} as one of {options}, got {group[name]!r}. Pass one of them.")
+    if not 0 <= group["meta_lr"] < float("inf"):
+        raise ValueError(f"FOP takes a meta_lr of zero or more, got {group['meta_lr']}. Pass for example 1e-3.")
+    interval = group["interval"]
+    if interval is not None and (not isinstance(interval, int) or interval < 1):
+        raise ValueError(f"FOP takes an interval of 1 or more steps, got {interval!r}. Pass a whole number.")
+    learn = group["learn"]
+    if not isinstance(learn, tuple | list) or not learn or not set(learn) <= set(LEARNED):
+        raise ValueError(f"FOP learns a tuple of some of {LEARNED}, got {learn!r}. Pass for example ('precond',).")
+    if group.get("differentiable", False):
+        raise ValueError(
+            "FOP's step cannot be differentiated, got differentiable=True. "
+            "For hypergradients through steps use Training with one of metafop.hypergradients."
+        )
+    known = bases.described(optimizer_class, group)
+    if "lr" in learn and known is None:
+        raise ValueError(
+            f"FOP cannot learn the lr of {optimizer_class.__name__} with these settings: it knows SGD without "
+            "dampening, Adam and AdamW without amsgrad. Learn 'precond' alone, or use one of these."
+        )
+    if "momentum" in learn and not isinstance(known, Momentum):
+        raise ValueError(
+            f"FOP learns the momentum of torch.optim.SGD without dampening, started above zero, "
+            f"got {optimizer_class.__name__}. Pass momentum=0.9, or do not learn it."
+        )
+
+
+def _by_name(
+    rules: Mapping[str, Preconditioner], names: list[str] | None, usual: list[Preconditioner]
+) -> list[Preconditioner]:
+    if names is None:
+        raise ValueError(
+            f"FOP got preconditioners for {list(rules)}, and parameters without names. "
+            "Pass model.named_parameters(), or the model itself."
+        )
+    return [
+        next((family for pattern, family in rules.items() if fnmatchcase(name, pattern)), default)
+        for name, default in zip(names, usual, strict=True)
+    ]
+
+
+def _is_learned(family: Preconditioner) -> bool:
+    return isinstance(family, Inspectable) and not isinstance(family, Identity)

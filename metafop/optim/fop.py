@@ -1,0 +1,231 @@
+"""FOP: a `torch.optim.Optimizer` that learns, while it trains, how another one should be steered."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from metafop import checks, diagnostics
+from metafop.optim import choices, plans, steering
+from metafop.optim.learner import Item, Learner, Work
+from metafop.optim.moves import Steered
+from metafop.optimizers import SGD, Adam, SGDHyper
+from metafop.preconditioners import by_layer
+from metafop.training import Training
+from metafop.types import Meta, Params, Preconditioner
+
+class FOP(Optimizer):
+    """Learns a preconditioner for each layer while another optimizer trains it (Moskovitz et al., 2020).
+
+    M' = meta_optimizer(M, ∂⟨∇J(θ), θ⟩/∂M),    θ' = optimizer(θ, P(M') ∇J(θ))
+
+    `params` are parameters, with or without names, groups of them, or an `nn.Module`, whose layers then tell which
+    weights are kernels. The base is an `optimizer_class` of torch's form, and takes all `settings` that are not
+    named here: lr, momentum and so on. Around SGD, with or without momentum, Adam and AdamW the derivative is
+    that of the step that they take; around any other, and with dampening or amsgrad, it is the paper's rule: that
+    of gradient descent with the base's lr.
+
+    `preconditioner` is "fop" (kernels `Spatial`, matrices `LowRank(4)`, vectors none), "fop-norm", "s-hd" (a rate
+    for each tensor), "pp-hd" (one for each number), a family for all parameters, or a dict of families by pattern
+    of names. `preset="paper"` is Algorithm 1 to the letter. `meta_lr`, `order`, `credit` and `scale_free`
+    overrule the preset, and mean what they mean to `Online`. `interval` is how many steps are taken for each that
+    is learned from: if None 1, and 10 for families whose learning costs more than their use. `learn` may also
+    name "lr" and "momentum"; what is learned of them multiplies (log lr, logit momentum) what a scheduler sets.
+    What starts at random starts from `seed`. All but `preset`, `meta_optimizer` and `seed` can be set for each
+    group. (docs/math.md, 26)
+
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = metafop.optim.FOP(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
+    >>> for _ in range(3):
+    ...     optimizer.zero_grad()
+    ...     model(torch.ones(2, 3)).square().mean().backward()
+    ...     optimizer.step()
+    >>> sorted(optimizer.diagnostics())[:2]
+    ['angle/0', 'condition/0']
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer] = torch.optim.SGD,
+        *,
+        preconditioner: str | Preconditioner | Mapping[str, Preconditioner] = "fop",
+        preset: str = "default",
+        meta_lr: float | None = None,
+        meta_optimizer: Steered | None = None,
+        order: str | None = None,
+        credit: str | None = None,
+        scale_free: bool | None = None,
+        interval: int | None = None,
+        learn: tuple[str, ...] = ("precond",),
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        choices.check_class(optimizer_class)
+        asked = {"meta_lr": meta_lr, "order": order, "credit": credit, "scale_free": scale_free}
+        asked = {k: v for k, v in (asked | {"interval": interval}).items() if v is not None}
+        asked = choices.preset(preset)._asdict() | asked | {"preconditioner": preconditioner, "learn": learn}
+        self._layers: dict[Tensor, Preconditioner] = {}
+        if isinstance(params, nn.Module):
+            self._layers, params = by_layer(params), params.named_parameters()
+        checks.instance("FOP", "a meta-optimizer", meta_optimizer)
+        self._learner = Learner(Adam() if meta_optimizer is None else meta_optimizer)
+        self._plans: dict[Tensor, plans.Plan] = {}
+        self._seed = seed
+        self._base = optimizer_class(params, **settings)
+        super().__init__(self._base.param_groups, self._base.defaults | asked)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own; where they have none, those given at first hold."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            choices.check_group(type(self._base), group)
+            new = self._planned(group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._plans.update(new)
+        group["preconditioner"] = choices.text(group["preconditioner"])
+        group.setdefault("fop_steps", 0)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
+        """Learn from the last step, and take the next one; return what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """Return scalars to log: spectra of every P, and where there are gradients their norms and angles.
+
+        >>> weight = torch.nn.Parameter(torch.ones(2, 3))
+        >>> optimizer = metafop.optim.FOP([("w", weight)], lr=0.1, preconditioner=Dense())
+        >>> weight.grad = torch.ones(2, 3)
+        >>> optimizer.step()
+        >>> optimizer.diagnostics()["eigenvalue_max/w"]
+        tensor(1.)
+        """
+        training, meta, grads = self.inspect()
+        return diagnostics.spectra(training, meta) if not grads else diagnostics.summary(training, meta, grads)
+
+    def inspect(self) -> tuple[Training, Meta, Params]:
+        """Return the families, their tensors and the gradients as the functional core has them, by name.
+
+        They are those of parameters that have taken a step, and the gradients are there if all of these have one.
+        """
+        taken = {
+            self._plans[p].name: (p, self._plans[p])
+            for group in self.param_groups
+            for p in group["params"]
+            if f"{plans.PREFIX}taken" in self.state.get(p, {})
+        }
+        precond = {name: plans.m_of(plan, self.state[p]) for name, (p, plan) in taken.items()}
+        lr = torch.as_tensor(self.param_groups[0]["lr"]).reshape(())
+        training = Training(_no_loss, SGD(), {name: plan.family for name, (_, plan) in taken.items()})
+        grads = {name: p.grad.detach() for name, (p, _) in taken.items() if p.grad is not None}
+        meta = Meta(SGDHyper(lr, torch.zeros(())), precond)
+        return training, meta, grads if len(grads) == len(taken) else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, of this optimizer or of its base alone; refuse another model's."""
+        own: dict[Tensor, dict[str, Any]] = {}
+
+        def part(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            """Check everything before anything changes, and take FOP's entries out: torch would round them."""
+            loaded, mine = plans.parted(loaded, self.param_groups, self._plans)
+            own.update(mine)
+            return loaded
+
+        handle = self.register_load_state_dict_pre_hook(part)
+        self._loading = own
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            del self._loading
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("_base", "_layers", "_learner", "_plans", "_seed")
+        return super().__getstate__() | {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for p, entries in self.__dict__.get("_loading", {}).items():
+            self.state[p].update(entries)
+        self._learner.forget()
+        # The base fills in settings that an older state does not have.
+        self._base.__setstate__({"state": self.state, "param_groups": self.param_groups})
+
+    @torch.compiler.disable
+    def _step(self) -> None:
+        works = self._works()
+        for work in works:
+            steering.steer(self._learner.mover, work)
+            self._learner.turn(work)
+            steering.hold(work)
+        self._step_base(works)
+        for work in works:
+            self._learner.remember(work)
+            work.write()
+
+    def _step_base(self, works: list[Work]) -> None:
+        """Let the base step along the preconditioned gradients: lent to it, for `p.grad` is the user's."""
+        base = self._base
+        base.param_groups, base.state = self.param_groups, self.state
+        lent = [item for work in works for item in work.items if item.turned is not None]
+        settings = [(work.group, {name: work.group[name] for name in work.steered}) for work in works]
+        try:
+            for item in lent:
+                item.param.grad = item.turned
+            for work in works:
+                work.group.update(work.steered)
+            # What its class defines, without the hooks that torch puts around it: they run for FOP.
+            type(base).step.__wrapped__(base)  # pyright: ignore
+        except BaseException:
+            self._learner.forget()
+            raise
+        finally:
+            for item in lent:
+                item.param.grad = item.grad
+            for group, old in settings:
+                group.update(old)
+
+    def _works(self) -> list[Work]:
+        """Return the parameters that have gradients, by group."""
+        works, count = [], 0
+        for group in self.param_groups:
+            items = []
+            for p in group["params"]:
+                grad = p.grad
+                if grad is None:
+                    continue
+                plan = self._plans[p]
+                if grad.layout != torch.strided:
+                    raise RuntimeError(
+                        f"FOP takes dense gradients, got a {grad.layout} one for {plan.name!r}. "
+                        "Make the layer's gradients dense, for example nn.Embedding(sparse=False)."
+                    )
+                items.append(Item(str(count), p, grad, plan, self.state[p]))
+                count += 1
+            if items:
+                works.append(Work(type(self._base), group, items))
+        return works
+
+    def _planned(self, group: dict[str, Any]) -> dict[Tensor, plans.Plan]:
+        params, names = group["params"], group.get("param_names")
+        chosen = choices.families(group["preconditioner"], params, names, self._layers)
+        first = len(self._plans)
+        return {
+            p: plans.plan(p, family, names[i] if names else str(first + i), self._seed + first + i)
+            for i, (p, family) in enumerate(zip(params, chosen, strict=True))
+        }
+
+
+def _no_loss(params: Params, buffers: Params, batch: Any) -> Any:
+    raise NotImplementedError

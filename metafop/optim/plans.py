@@ -1,0 +1,115 @@
+"""What FOP holds for a parameter: which entries of its state, of which shapes, under which names."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from metafop import tree
+from metafop.optim import choices
+from metafop.preconditioners import clocks
+from metafop.types import Preconditioner, Tree
+
+PREFIX = "fop_"  # of every entry that is not the base's own
+# What can be set for each group, besides the base's settings.
+SETTINGS = ("preconditioner", "meta_lr", "order", "credit", "scale_free", "interval", "learn", "fop_steps")
+
+
+class Plan(NamedTuple):
+    """A parameter's name, its family, and the tree of the family's m: structure, shapes, which leaves are learned."""
+
+    name: str
+    family: Preconditioner
+    structure: tree.Structure
+    shapes: tuple[torch.Size, ...]
+    learned: tuple[bool, ...]
+    patience: int
+    seed: int
+
+
+def plan(param: Tensor, family: Preconditioner, name: str, seed: int) -> Plan:
+    """Return the plan of a parameter, or refuse one that the family cannot take."""
+    if param.is_complex():
+        raise TypeError(
+            f"FOP takes real parameters, got {name!r} of {param.dtype}. Train torch.view_as_real of it."
+        )
+    try:
+        m = start(param, family, seed)
+    except ValueError as error:
+        raise ValueError(f"The parameter {name!r} does not suit its preconditioner: {error}") from None
+    leaves, structure = tree.flatten(m)
+    passing = clocks(m, "m")
+    learned = tuple(leaf not in passing for leaf in tree.named(m, "m"))
+    return Plan(
+        name, family, structure, tuple(x.shape for x in leaves), learned, choices.patience(family), seed
+    )
+
+
+def start(param: Tensor, family: Preconditioner, seed: int) -> Tree:
+    """Return the family's m before anything is learned: the same, whenever and wherever it is asked for."""
+    return family.init(param.detach(), Generator().manual_seed(seed))
+
+
+def m_of(plan: Plan, state: Mapping[str, Any]) -> Tree:
+    return tree.unflatten([state[f"{PREFIX}m{i}"] for i in range(len(plan.shapes))], plan.structure)
+
+
+def parted(
+    loaded: Mapping[str, Any], groups: list[dict[str, Any]], plans: Mapping[Tensor, Plan]
+) -> tuple[dict[str, Any], dict[Tensor, dict[str, Any]]]:
+    """Return a state to load without FOP's own entries, and these by parameter; refuse what does not fit.
+
+    torch rounds all that it loads to the parameter's precision; M and its kin keep theirs.
+    """
+    saved = loaded["param_groups"]
+    sizes, here = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
+    if sizes != here:
+        raise ValueError(
+            f"The loaded state dict has groups of {sizes} parameters, and this optimizer groups of {here}: "
+            "it doesn't match. Make the same groups before loading."
+        )
+    filled = []
+    for i, (old, group) in enumerate(zip(saved, groups, strict=True)):
+        kept = {k: v for k, v in group.items() if k in SETTINGS and k not in old}
+        filled.append(dict(old) | kept)
+        if filled[-1]["preconditioner"] != group["preconditioner"]:
+            raise ValueError(
+                f"Group {i} was saved with preconditioner={filled[-1]['preconditioner']!r}, and here it has "
+                f"{group['preconditioner']!r}. Make the optimizer with the one that was saved."
+            )
+    ids = [i for g in saved for i in g["params"]]
+    params = dict(zip(ids, (p for g in groups for p in g["params"]), strict=True))
+    rest, own = {}, {}
+    for i, state in loaded["state"].items():
+        if i in params and isinstance(state, Mapping):
+            _check_loaded(plans[params[i]], params[i], state)
+            rest[i] = {k: v for k, v in state.items() if not k.startswith(PREFIX)}
+            own[params[i]] = {k: _placed(v, params[i]) for k, v in state.items() if k.startswith(PREFIX)}
+        else:
+            rest[i] = state
+    return {**loaded, "state": rest, "param_groups": filled}, own
+
+
+def _placed(value: Any, param: Tensor) -> Any:
+    """Return a copy on the parameter's device; Adam's count of steps stays where it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if value.device == param.device else value.to(param.device)
+
+
+def _check_loaded(plan: Plan, param: Tensor, state: Mapping[str, Any]) -> None:
+    """Refuse the state of another parameter."""
+    ours = {f"{PREFIX}m{i}": shape for i, shape in enumerate(plan.shapes)}
+    like = ["momentum_buffer", "exp_avg", "exp_avg_sq"]
+    like += [PREFIX + name for name in ("memory", "credit", "before", "direction")]
+    missing = [name for name in ours if name not in state] if f"{PREFIX}taken" in state else []
+    for name, shape in (ours | dict.fromkeys(like, param.shape)).items():
+        found = state.get(name)
+        if isinstance(found, Tensor) and found.shape != shape:
+            missing.append(f"{name} (of shape {tuple(shape)}, not {tuple(found.shape)})")
+    if missing:
+        raise ValueError(
+            f"The state to load has no {', '.join(missing)} for the parameter {plan.name!r}. Load the state "
+            "of an optimizer for the same model, with the same preconditioners."
+        )

@@ -1,0 +1,87 @@
+"""Learned learning rate and momentum: by what a group's own settings are moved, whatever a scheduler sets."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metafop import tree
+from metafop.optim import bases
+from metafop.optim.learner import Item, Work, wide
+from metafop.optim.moves import Leaf, Mover
+from metafop.optim.plans import PREFIX
+from metafop.optimizers import Positive, Unit
+
+_DOMAINS = {"lr": Positive(), "momentum": Unit()}
+_FIELDS = {"lr": "lr", "momentum": "decay"}  # what the pure optimizers call them
+
+
+def steer(mover: Mover, work: Work) -> None:
+    """Learn from the last step, and set what the base is to step with: x(z(x) + offset) (docs/math.md, 9)."""
+    names = [name for name in work.group["learn"] if name != "precond"]
+    if not names:
+        return
+    for name in names:
+        if PREFIX + name not in work.group:
+            offset = torch.zeros((), dtype=wide(work.items[0].param).dtype)
+            work.pending |= {PREFIX + name: offset, f"{PREFIX}{name}_updates": 0}
+            work.pending |= {f"{PREFIX}{name}_{j}": x for j, x in enumerate(mover.init(offset))}
+    taken = [item for item in work.items if item.own("steered")]
+    _set(work, names, work.group)
+    if taken and work.moves:
+        _learn(mover, work, names, taken)
+        if work.group["order"] == "exact":
+            _set(work, names, work.pending)
+    for item in work.items:
+        item.keep("steered", int(work.moves))
+        item.keep("before", item.param.clone())
+        for name, x in bases.held(work.known, item.param, item.state).items():
+            item.keep(f"held_{name}", x.clone())
+    work.pending |= {f"{PREFIX}{name}_used": value for name, value in work.steered.items()}
+    work.pending[f"{PREFIX}lr_used"] = work.lr
+
+
+def hold(work: Work) -> None:
+    """Keep the directions that are about to be taken."""
+    for item in work.items:
+        if item.own("steered") is not None:
+            taken = item.grad if item.turned is None else item.turned
+            item.keep("direction", wide(bases.direction(work.known, work.group, taken, item.param)).clone())
+
+
+def _set(work: Work, names: list[str], offsets: dict[str, Any]) -> None:
+    for name in names:
+        value, offset = work.group[name], offsets.get(PREFIX + name, work.pending.get(PREFIX + name))
+        moved = _DOMAINS[name].moved(torch.as_tensor(value, dtype=offset.dtype), torch.zeros_like(offset), offset)
+        work.steered[name] = moved.to(value.dtype) if isinstance(value, Tensor) else moved.item()
+
+
+def _learn(mover: Mover, work: Work, names: list[str], taken: list[Item]) -> None:
+    """Move the offsets by the derivative of the last step in log lr and logit momentum."""
+    used = {name: work.group[f"{PREFIX}{name}_used"] for name in names}
+    cotangents = work.signed(taken)
+    dtype = next(iter(cotangents.values())).dtype
+    hyper = bases.hyper(work.known, {**work.group, **used}, work.group[f"{PREFIX}lr_used"], dtype)
+    derivatives = [_derivative(work, item, hyper, cotangents[item.key]) for item in taken]
+    size = None
+    if work.group["scale_free"]:
+        moved = [wide(item.param) - wide(item.own("before")) for item in taken]
+        size = tree.norm(cotangents) * tree.norm(moved)
+    leaves = []
+    for name in names:
+        value = getattr(hyper, _FIELDS[name])
+        h = _DOMAINS[name].chain(value, torch.stack([getattr(d, _FIELDS[name]) for d in derivatives]).sum())
+        opt = [work.group[f"{PREFIX}{name}_{j}"] for j in range(mover.states)]
+        leaves.append(Leaf(work.group[PREFIX + name], h, size, opt, work.group[f"{PREFIX}{name}_updates"]))
+    for name, (offset, opt) in zip(names, mover.moved(work.group["meta_lr"], leaves), strict=True):
+        work.pending[PREFIX + name] = offset
+        work.pending[f"{PREFIX}{name}_updates"] = work.group[f"{PREFIX}{name}_updates"] + 1
+        work.pending |= {f"{PREFIX}{name}_{j}": x for j, x in enumerate(opt)}
+
+
+def _derivative(work: Work, item: Item, hyper: Any, cotangent: Tensor) -> Any:
+    """Return ∂⟨∇J, θ⟩ in the hyperparameters of the last step, for one parameter."""
+    held = {name: item.own(f"held_{name}") for name in bases.held(work.known, item.param, item.state)}
+    k, before = item.key, wide(item.own("before"))
+    opt = bases.opt(work.known, item.key, held, cotangent.dtype)
+    return work.known.pullback(hyper, {k: before}, opt, {k: item.own("direction")}, {k: cotangent})[0]  # pyright: ignore
