@@ -88,6 +88,7 @@ class FOP(Optimizer):
             self.param_groups.pop()
             raise
         self._plans.update(new)
+        self._forget()
         group["preconditioner"] = choices.text(group["preconditioner"])
         group.setdefault("fop_steps", 0)
 
@@ -98,7 +99,10 @@ class FOP(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._step()
+            if torch.compiler.is_compiling():
+                _uncompiled(self)
+            else:
+                self._step()
         return loss
 
     def diagnostics(self) -> dict[str, Tensor]:
@@ -151,25 +155,33 @@ class FOP(Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_base", "_layers", "_learner", "_plans", "_seed")
-        return super().__getstate__() | {name: self.__dict__[name] for name in names}
+        names = ("_base", "_layers", "_plans", "_seed")
+        own = {"_meta_optimizer": self._learner.mover.optimizer}
+        return super().__getstate__() | {name: self.__dict__[name] for name in names} | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        if "_meta_optimizer" in state:
+            self._learner = Learner(state["_meta_optimizer"])
+        super().__setstate__({name: value for name, value in state.items() if name != "_meta_optimizer"})
         for p, entries in self.__dict__.get("_loading", {}).items():
             self.state[p].update(entries)
-        self._learner.forget()
+        self._forget()
         # The base fills in settings that an older state does not have.
         self._base.__setstate__({"state": self.state, "param_groups": self.param_groups})
 
-    @torch.compiler.disable
     def _step(self) -> None:
-        works = self._works()
-        for work in works:
-            steering.steer(self._learner.mover, work)
-            self._learner.turn(work)
-            steering.hold(work)
-        self._step_base(works)
+        works, done = self._works(), False
+        try:
+            for work in works:
+                steering.steer(self._learner.mover, work)
+                self._learner.turn(work)
+                steering.hold(work)
+            self._step_base(works)
+            done = True
+        finally:
+            if not done:
+                for work in works:
+                    self._learner.undo(work)
         for work in works:
             self._learner.remember(work)
             work.write()
@@ -178,7 +190,7 @@ class FOP(Optimizer):
         """Let the base step along the preconditioned gradients: lent to it, for `p.grad` is the user's."""
         base = self._base
         base.param_groups, base.state = self.param_groups, self.state
-        lent = [item for work in works for item in work.items if item.turned is not None]
+        lent = [item for work in works for item in work.turning]
         settings = [(work.group, {name: work.group[name] for name in work.steered}) for work in works]
         try:
             for item in lent:
@@ -187,9 +199,6 @@ class FOP(Optimizer):
                 work.group.update(work.steered)
             # What its class defines, without the hooks that torch puts around it: they run for FOP.
             type(base).step.__wrapped__(base)  # pyright: ignore
-        except BaseException:
-            self._learner.forget()
-            raise
         finally:
             for item in lent:
                 item.param.grad = item.grad
@@ -198,24 +207,22 @@ class FOP(Optimizer):
 
     def _works(self) -> list[Work]:
         """Return the parameters that have gradients, by group."""
-        works, count = [], 0
+        works = []
         for group in self.param_groups:
             items = []
             for p in group["params"]:
                 grad = p.grad
-                if grad is None:
-                    continue
-                plan = self._plans[p]
-                if grad.layout != torch.strided:
-                    raise RuntimeError(
-                        f"FOP takes dense gradients, got a {grad.layout} one for {plan.name!r}. "
-                        "Make the layer's gradients dense, for example nn.Embedding(sparse=False)."
-                    )
-                items.append(Item(str(count), p, grad, plan, self.state[p]))
-                count += 1
+                if grad is not None:
+                    item = self._items[id(p)]
+                    _check(item, grad)
+                    items.append(item.at(grad, self.state[p]))
             if items:
                 works.append(Work(type(self._base), group, items))
         return works
+
+    def _forget(self) -> None:
+        """Forget what was made of the plans and the state: either may have changed."""
+        self._items = {id(p): Item(str(i), p, plan) for i, (p, plan) in enumerate(self._plans.items())}
 
     def _planned(self, group: dict[str, Any]) -> dict[Tensor, plans.Plan]:
         params, names = group["params"], group.get("param_names")
@@ -225,6 +232,18 @@ class FOP(Optimizer):
             p: plans.plan(p, family, names[i] if names else str(first + i), self._seed + first + i)
             for i, (p, family) in enumerate(zip(params, chosen, strict=True))
         }
+
+
+def _check(item: Item, grad: Tensor) -> None:
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"FOP takes dense gradients, got a {grad.layout} one for {item.plan.name!r}. "
+            "Make the layer's gradients dense, for example by nn.Embedding(sparse=False)."
+        )
+
+
+# Its state is numbers and tensors that change with each step: torch.compile would compile each anew.
+_uncompiled = torch.compiler.disable(FOP._step)
 
 
 def _no_loss(params: Params, buffers: Params, batch: Any) -> Any:

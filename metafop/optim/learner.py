@@ -2,7 +2,8 @@
 
 The mathematics is that of `Online`, called for the parameters of an ordinary model: the pure optimizer that
 describes the base gives the derivative in the direction, the family that in m, and a pure optimizer moves m.
-Nothing is written into a state before the base has taken its step. (docs/math.md, 26)
+What is learned is written at once, and undone if the base's step fails; all else is written after it.
+(docs/math.md, 26)
 """
 
 from typing import Any
@@ -20,14 +21,25 @@ from metafop.types import Params, Tree
 
 
 class Item:
-    """A parameter with a gradient, in one step."""
+    """A parameter: what lasts from step to step, and what belongs to the step at hand."""
 
-    def __init__(self, key: str, param: Tensor, grad: Tensor, plan: Plan, state: dict[str, Any]) -> None:
-        self.key, self.param, self.grad, self.plan, self.state = key, param, grad, plan, state
-        self.m: Tree = ()
+    __slots__ = ("before", "entries", "factor", "grad", "key", "leaves", "m", "param", "plan", "state", "turned")
+
+    def __init__(self, key: str, param: Tensor, plan: Plan) -> None:
+        self.key, self.param, self.plan = key, param, plan
+        self.m: Tree = None  # its family's tensors, which are entries of the state
+        self.leaves: list[Leaf] = []  # those that are learned
+        self.factor: Any = None  # what P is made of, until m moves
+        self.state: dict[str, Any] = {}
+        self.grad: Tensor = param
         self.turned: Tensor | None = None  # P g, where there is a P
         self.before: Tensor | None = None  # the parameter before the step, if the next may learn from it
         self.entries: dict[str, Any] = {}  # what is to be written into the state
+
+    def at(self, grad: Tensor, state: dict[str, Any]) -> "Item":
+        """Return the same, for the step at hand."""
+        self.grad, self.state, self.turned, self.before, self.entries = grad, state, None, None, {}
+        return self
 
     def own(self, name: str) -> Any:
         """Return an entry of FOP's, or None."""
@@ -45,9 +57,9 @@ class Work:
         self.group, self.items = group, items
         self.steered: dict[str, Any] = {}  # settings that are learned, as the step uses them
         self.pending: dict[str, Any] = {}  # what is to be written into the group
+        self.undo: list[tuple[list[Tensor], list[Tensor]]] = []
         self.known = bases.described(base, group)
-        learned = "precond" in group["learn"]
-        self.turning = [item for item in items if item.plan.shapes] if learned else []
+        self.turning = [item for item in items if item.plan.shapes] if "precond" in group["learn"] else []
         # Whether P is credited with more than the last gradient.
         self.velocity = group["credit"] == "velocity" and isinstance(self.known, Momentum | Adam)
 
@@ -62,10 +74,8 @@ class Work:
 
     def hyper(self, lr: Any, dtype: torch.dtype) -> Any:
         """Return the settings of the step as hyperparameters of the pure optimizer."""
-        return bases.hyper(self.known, {**self.group, **self.steered} if self.steered else self.group, lr, dtype)
-
-    def due(self, item: Item, time: int) -> bool:
-        return time % (self.group["interval"] or item.plan.patience) == 0
+        settings = {**self.group, **self.steered} if self.steered else self.group
+        return bases.hyper(self.known, settings, lr, dtype)
 
     def signed(self, items: list[Item]) -> Params:
         """Return the gradients of what is minimized."""
@@ -74,52 +84,48 @@ class Work:
     def write(self) -> None:
         self.group.update(self.pending)
         for item in self.items:
-            item.state.update(item.entries)
+            if item.entries:
+                item.state.update(item.entries)
 
 
 class Learner:
-    """What a step does besides the base's own. It holds nothing that cannot be made anew."""
+    """What a step does besides the base's own."""
 
     def __init__(self, meta_optimizer: Steered) -> None:
         self.mover = Mover(meta_optimizer)
-        self.forget()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"meta_optimizer": self.mover.optimizer}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
-
-    def forget(self) -> None:
-        """Forget what was made of the m of every parameter: it may have changed."""
-        self._factors: dict[Tensor, Any] = {}
 
     def turn(self, work: Work) -> None:
         """Learn from the last step, and precondition the gradients of this one."""
-        moves, time = work.moves, work.group["fop_steps"]
+        group, time, moves = work.group, work.group["fop_steps"], work.moves
         due = []
         for item in work.turning:
-            if item.own("taken") is None:
+            if item.m is None:
                 self._begin(work, item)
-                continue
-            item.m = m_of(item.plan, item.state)
-            if moves and item.own("taken") and work.due(item, time):
+            every = group["interval"] or item.plan.patience
+            if moves and time % every == 0 and item.state.get("fop_taken"):
                 due.append(item)
-        if work.group["order"] == "paper":  # take this step with the old m
+            if moves and (time + 1) % every == 0:
+                item.before = item.param
+        if group["order"] == "paper":  # take this step with the old m
             self._precondition(work.turning)
             self._learn(work, due)
         else:
             self._learn(work, due)
             self._precondition(work.turning)
+        self._hold(work, [item for item in work.turning if item.before is not None])
+
+    def undo(self, work: Work) -> None:
+        """Put back what was learned in this step, and forget what was made of it."""
+        for where, old in work.undo:
+            torch._foreach_copy_(where, old)
         for item in work.turning:
-            if moves and work.due(item, time + 1):
-                self._hold(work, item)
+            item.m = item.factor = None
 
     def remember(self, work: Work) -> None:
         """Keep what the next step needs to know of this one."""
+        recorded = [item for item in work.turning if item.before is not None]
         if work.velocity and work.turning:
             self._credit(work)
-        recorded = [item for item in work.turning if item.before is not None]
         if recorded:
             moved = [wide(item.before) for item in recorded if item.before is not None]
             torch._foreach_sub_(moved, [wide(item.param) for item in recorded])
@@ -127,42 +133,59 @@ class Learner:
                 item.keep("moved", size)
                 if not work.velocity:
                     item.keep("credit", wide(bases.signed(work.group, item.grad)).clone())
+        lr = work.lr.clone() if isinstance(work.lr, Tensor) else work.lr
         for item in work.turning:
             item.keep("taken", int(item.before is not None))
-            item.keep("lr", work.lr.clone() if isinstance(work.lr, Tensor) else work.lr)
+            if item.before is not None:
+                item.keep("lr", lr)
+                item.keep("updates", item.leaves[0].age if item.leaves else 0)
         work.pending["fop_steps"] = work.group["fop_steps"] + 1
 
     def _begin(self, work: Work, item: Item) -> None:
-        """Start a parameter. Every entry that its state will ever have is there from its first step on."""
-        item.m = start(item.param, item.plan.family, item.plan.seed)
-        for i, leaf in enumerate(tree.leaves(item.m)):
-            item.keep(f"m{i}", leaf)
+        """Take up a parameter, at its first step or from a state that was loaded.
+
+        Every entry that the state will ever have is there from the first step on.
+        """
+        if "fop_taken" not in item.state:
+            self._start(work, item)
+        item.m = m_of(item.plan, {**item.state, **item.entries})
+        item.leaves = [
+            Leaf(leaf, [item.own(f"meta{i}_{j}") for j in range(self.mover.states)], item.own("updates"))
+            for i, leaf in enumerate(tree.leaves(item.m))
+            if item.plan.learned[i]
+        ]
+
+    def _start(self, work: Work, item: Item) -> None:
+        for i, leaf in enumerate(tree.leaves(start(item.param, item.plan.family, item.plan.seed))):
+            item.keep(f"m{i}", leaf.contiguous())
             for j, x in enumerate(self.mover.init(leaf)):
-                item.keep(f"meta{i}_{j}", x)
-        nothing = torch.zeros_like(wide(item.grad))
+                item.keep(f"meta{i}_{j}", x.contiguous())
+        nothing = torch.zeros_like(wide(item.grad), memory_format=torch.contiguous_format)
         item.keep("updates", 0)
+        item.keep("lr", 0.0)
         item.keep("moved", nothing.new_zeros(()))
         if work.velocity:
             item.keep("memory", nothing)
         if not work.velocity or _is_apart(work.known):
-            item.keep("credit", nothing)
+            item.keep("credit", nothing.clone())
         if _is_through_moments(work):
             for name, x in bases.held(work.known, item.param, {}).items():
                 item.keep(f"held_{name}", x)
-            item.keep("direction", nothing)
+            item.keep("direction", nothing.clone())
 
     def _precondition(self, turning: list[Item]) -> None:
-        """Give each gradient its P g. What P is made of is kept until its m moves."""
-        fresh = {item.key: item for item in turning if item.param not in self._factors}
+        """Give each gradient its P g."""
+        fresh = {item.key: item for item in turning if item.factor is None}
         if fresh:
             made = stacks.factors(
                 {k: item.plan.family for k, item in fresh.items()},
                 {k: item.m for k, item in fresh.items()},
                 {k: item.grad for k, item in fresh.items()},
             )
-            self._factors.update({item.param: made[k] for k, item in fresh.items()})
+            for k, item in fresh.items():
+                item.factor = made[k]
         for item in turning:
-            item.turned = stacks.turn(item.plan.family, self._factors[item.param], item.grad)
+            item.turned = stacks.turn(item.plan.family, item.factor, item.grad)
 
     def _learn(self, work: Work, due: list[Item]) -> None:
         """Move the m of each parameter by what its last step teaches."""
@@ -175,27 +198,27 @@ class Learner:
             {item.key: _credited(item) for item in due},
             self._toward(work, due, cotangents),
         )
-        sizes: list[Tensor] | list[None] = [None] * len(due)
-        if work.group["scale_free"]:
-            norms = torch.stack(torch._foreach_norm(list(cotangents.values())))
-            sizes = list((norms * torch.stack([item.own("moved") for item in due])).unbind())
-        leaves, places = [], []
-        for item, size in zip(due, sizes, strict=True):
-            for i, h in enumerate(tree.leaves(pulled[item.key])):
-                if item.plan.learned[i]:
-                    opt = [item.own(f"meta{i}_{j}") for j in range(self.mover.states)]
-                    leaves.append(Leaf(item.own(f"m{i}"), h, size, opt, item.own("updates")))
-                    places.append((item, i))
-                else:  # a time, which passes
-                    item.keep(f"m{i}", item.own(f"m{i}") + 1)
-        for (item, i), (value, opt) in zip(places, self.mover.moved(work.group["meta_lr"], leaves), strict=True):
-            item.keep(f"m{i}", value)
-            for j, x in enumerate(opt):
-                item.keep(f"meta{i}_{j}", x)
+        leaves, grads, sizes = [], [], []
+        safe = self._sizes(due, cotangents) if work.group["scale_free"] else None
+        for place, item in enumerate(due):
+            found = tree.leaves(pulled[item.key])
+            learned = [h for h, is_learned in zip(found, item.plan.learned, strict=True) if is_learned]
+            leaves += item.leaves
+            grads += learned
+            sizes += [safe[place]] * len(learned) if safe else []
+            for time in _times(item):  # which pass, and are not learned
+                work.undo.append(([time], [time.clone()]))
+                time += 1
+        grads = torch._foreach_div(grads, sizes) if safe else grads
+        work.undo += self.mover.move(work.group["meta_lr"], leaves, grads)
         for item in due:
-            item.keep("updates", item.own("updates") + 1)
-            item.m = m_of(item.plan, item.state | item.entries)
-            self._factors.pop(item.param, None)
+            item.factor = None
+
+    def _sizes(self, due: list[Item], cotangents: Params) -> list[Tensor]:
+        """Return ‖∇J‖ ‖Δθ‖ of each parameter, infinite where it is zero (docs/math.md, 14)."""
+        norms = torch.stack(torch._foreach_norm(list(cotangents.values())))
+        sizes = norms * torch.stack([item.own("moved") for item in due])
+        return list(torch.where(sizes > 0, sizes, torch.inf).unbind())
 
     def _toward(self, work: Work, due: list[Item], cotangents: Params) -> Params:
         """Return the cotangent of the direction, or of the movement that P is credited with."""
@@ -219,25 +242,39 @@ class Learner:
                 result |= work.known.pullback(*at)[1]
         return result
 
-    def _hold(self, work: Work, item: Item) -> None:
+    def _hold(self, work: Work, recorded: list[Item]) -> None:
         """Keep what the next step needs to know of the time before this one."""
-        item.before = item.param.clone()
-        if _is_through_moments(work) and item.turned is not None:
-            for name, x in bases.held(work.known, item.param, item.state).items():
-                item.keep(f"held_{name}", x.clone())
-            seen = bases.direction(work.known, work.group, item.turned, item.param)
-            item.keep("direction", wide(seen))
+        if not recorded:
+            return
+        copies = torch._foreach_mul([item.param for item in recorded], 1.0)
+        for item, copy in zip(recorded, copies, strict=True):
+            item.before = copy
+            if _is_through_moments(work) and item.turned is not None:
+                for name, x in bases.held(work.known, item.param, item.state).items():
+                    item.keep(f"held_{name}", x.clone())
+                seen = bases.direction(work.known, work.group, item.turned, item.param)
+                item.keep("direction", wide(seen))
 
     def _credit(self, work: Work) -> None:
         """Bring up to date what the base's movement is made of."""
         grads = work.signed(work.turning)
-        hyper = work.hyper(work.lr, grads[work.turning[0].key].dtype)
         memory = {item.key: item.own("memory") for item in work.turning}
+        if not _is_apart(work.known):  # a heavy ball: u' = g + decay u, as in `Momentum.credit`, but in place
+            decay = float(work.steered.get("momentum", work.group["momentum"]))
+            for item in work.turning:
+                u = memory[item.key]
+                torch.add(grads[item.key], u, alpha=decay, out=u)
+            return
+        hyper = work.hyper(work.lr, grads[work.turning[0].key].dtype)
         credit, memory = work.known.credit(hyper, memory, grads)  # pyright: ignore
         for item in work.turning:
             item.keep("memory", memory[item.key])
-            if item.before is not None and _is_apart(work.known):
+            if item.before is not None:
                 item.keep("credit", credit[item.key])
+
+
+def _times(item: Item) -> list[Tensor]:
+    return [x for x, learned in zip(tree.leaves(item.m), item.plan.learned, strict=True) if not learned]
 
 
 def _credited(item: Item) -> Tensor:
@@ -255,4 +292,5 @@ def _is_through_moments(work: Work) -> bool:
 
 
 def wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    """Return a tensor of half precision in float32."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -11,6 +11,7 @@ from metafop.optim.learner import Item, Work, wide
 from metafop.optim.moves import Leaf, Mover
 from metafop.optim.plans import PREFIX
 from metafop.optimizers import Positive, Unit
+from metafop.safeguards import over
 
 _DOMAINS = {"lr": Positive(), "momentum": Unit()}
 _FIELDS = {"lr": "lr", "momentum": "decay"}  # what the pure optimizers call them
@@ -27,11 +28,11 @@ def steer(mover: Mover, work: Work) -> None:
             work.pending |= {PREFIX + name: offset, f"{PREFIX}{name}_updates": 0}
             work.pending |= {f"{PREFIX}{name}_{j}": x for j, x in enumerate(mover.init(offset))}
     taken = [item for item in work.items if item.own("steered")]
-    _set(work, names, work.group)
+    _set(work, names)
     if taken and work.moves:
         _learn(mover, work, names, taken)
         if work.group["order"] == "exact":
-            _set(work, names, work.pending)
+            _set(work, names)
     for item in work.items:
         item.keep("steered", int(work.moves))
         item.keep("before", item.param.clone())
@@ -49,9 +50,10 @@ def hold(work: Work) -> None:
             item.keep("direction", wide(bases.direction(work.known, work.group, taken, item.param)).clone())
 
 
-def _set(work: Work, names: list[str], offsets: dict[str, Any]) -> None:
+def _set(work: Work, names: list[str]) -> None:
+    now = {**work.group, **work.pending}
     for name in names:
-        value, offset = work.group[name], offsets.get(PREFIX + name, work.pending.get(PREFIX + name))
+        value, offset = now[name], now[PREFIX + name]
         moved = _DOMAINS[name].moved(torch.as_tensor(value, dtype=offset.dtype), torch.zeros_like(offset), offset)
         work.steered[name] = moved.to(value.dtype) if isinstance(value, Tensor) else moved.item()
 
@@ -67,16 +69,15 @@ def _learn(mover: Mover, work: Work, names: list[str], taken: list[Item]) -> Non
     if work.group["scale_free"]:
         moved = [wide(item.param) - wide(item.own("before")) for item in taken]
         size = tree.norm(cotangents) * tree.norm(moved)
-    leaves = []
+    leaves, grads = [], []
     for name in names:
         value = getattr(hyper, _FIELDS[name])
         h = _DOMAINS[name].chain(value, torch.stack([getattr(d, _FIELDS[name]) for d in derivatives]).sum())
         opt = [work.group[f"{PREFIX}{name}_{j}"] for j in range(mover.states)]
-        leaves.append(Leaf(work.group[PREFIX + name], h, size, opt, work.group[f"{PREFIX}{name}_updates"]))
-    for name, (offset, opt) in zip(names, mover.moved(work.group["meta_lr"], leaves), strict=True):
-        work.pending[PREFIX + name] = offset
-        work.pending[f"{PREFIX}{name}_updates"] = work.group[f"{PREFIX}{name}_updates"] + 1
-        work.pending |= {f"{PREFIX}{name}_{j}": x for j, x in enumerate(opt)}
+        leaves.append(Leaf(work.group[PREFIX + name], opt, work.group[f"{PREFIX}{name}_updates"]))
+        grads.append(h if size is None else over(h, size))
+    work.undo += mover.move(work.group["meta_lr"], leaves, grads)
+    work.pending |= {f"{PREFIX}{name}_updates": leaf.age for name, leaf in zip(names, leaves, strict=True)}
 
 
 def _derivative(work: Work, item: Item, hyper: Any, cotangent: Tensor) -> Any:

@@ -34,7 +34,8 @@ def factor(m: Tensor, count: int) -> Factor:
 
 def rows(m: Tensor, grad: Tensor) -> Tensor:
     """Return `grad` cut into rows of n numbers, in M's precision; leading dimensions of M are a stack."""
-    return grad.reshape(*m.shape[:-2], -1, m.shape[-2]).to(m.dtype)
+    g = grad.reshape(*m.shape[:-2], -1, m.shape[-2])
+    return g if g.dtype == m.dtype else g.to(m.dtype)
 
 
 def count(m: Tensor, grad: Tensor) -> int:

@@ -56,7 +56,7 @@ class LowRank:
 
     def turn(self, factor: gram.Factor, grad: Tensor) -> Tensor:
         """Return P g, given `gram.factor` of m and of the rows of `grad`."""
-        return gram.plus_times(factor, gram.rows(factor.matrix, grad)).reshape(grad.shape).to(grad.dtype)
+        return gram.plus_times(factor, gram.rows(factor.matrix, grad)).view(grad.shape).to(grad.dtype)
 
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
         """Return `(CᵀG + GᵀC) M` without forming an n-by-n matrix."""
