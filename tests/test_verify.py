@@ -83,14 +83,14 @@ def test_a_wrong_update_rule_is_found_and_its_part_is_named():
 
 @pytest.mark.parametrize("returned", [torch.nan, torch.inf])
 def test_what_is_not_a_number_is_wrong(returned, monkeypatch):
-    monkeypatch.setattr(Dense, "pullback", lambda self, m, grad, cotangent: torch.full_like(m, returned))
-    assert not verify.check(preconditioner=Dense()).ok
+    monkeypatch.setattr(Skewed, "pullback", lambda self, m, grad, cotangent: torch.full_like(m, returned))
+    assert not verify.check(preconditioner=Skewed()).ok
 
 
 def test_a_pullback_of_another_shape_is_refused(monkeypatch):
-    monkeypatch.setattr(Dense, "pullback", lambda self, m, grad, cotangent: m[0])
-    with pytest.raises(ValueError, match=r"precond.w, of shape \(3, 3\)"):
-        verify.check(preconditioner=Dense())
+    monkeypatch.setattr(Skewed, "pullback", lambda self, m, grad, cotangent: m[:1])
+    with pytest.raises(ValueError, match=r"precond.w, of shape \(3,\)"):
+        verify.check(preconditioner=Skewed())
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -50,7 +50,10 @@ def preset(name: str) -> Preset:
 
 
 def families(
-    preconditioner: Any, params: list[Tensor], names: list[str] | None, layers: Mapping[Tensor, Preconditioner]
+    preconditioner: Any,
+    params: list[Tensor],
+    names: list[str] | None,
+    layers: Mapping[Tensor, Preconditioner],
 ) -> list[Preconditioner]:
     """Return the family of each parameter; `layers` holds what the layers of a module call for."""
     usual = [layers.get(p) or by_shape(p) for p in params]
@@ -63,8 +66,8 @@ def families(
     family = {"s-hd": Scalar(), "pp-hd": Diagonal()}.get(preconditioner, preconditioner)
     if isinstance(family, type) or not isinstance(family, Preconditioner):
         raise TypeError(
-            f"FOP takes as preconditioner one of {VARIANTS}, a family such as LowRank(8), or a dict of families "
-            f"by pattern of names, got {preconditioner!r}. Pass one of these."
+            f"FOP takes as preconditioner one of {VARIANTS}, a family such as LowRank(8), or a dict of "
+            f"families by pattern of names, got {preconditioner!r}. Pass one of these."
         )
     return [family] * len(params)
 
@@ -77,7 +80,7 @@ def text(preconditioner: Any) -> str:
 def patience(family: Preconditioner) -> int:
     """Return how many steps to take for each that is learned from, where the user does not say.
 
-    Learning a P over all inputs of a layer takes twice the work of using it, learning over a kernel next to none.
+    Learning a P over all inputs of a layer takes twice the work of using it; over a kernel, next to none.
     """
     while isinstance(family, Normalized | Bounded | Rescaled):
         family = family.family
@@ -87,8 +90,8 @@ def patience(family: Preconditioner) -> int:
 def check_class(optimizer_class: Any) -> None:
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
         raise TypeError(
-            f"FOP takes the class of an optimizer, got {optimizer_class!r}. Pass one such as torch.optim.SGD, "
-            "and its settings by name."
+            f"FOP takes the class of an optimizer, got {optimizer_class!r}. "
+            "Pass one such as torch.optim.SGD, and its settings by name."
         )
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise TypeError(
@@ -103,13 +106,17 @@ def check_group(optimizer_class: type, group: Mapping[str, Any]) -> None:
         if group[name] not in options:
             raise ValueError(f"FOP takes {name} as one of {options}, got {group[name]!r}. Pass one of them.")
     if not 0 <= group["meta_lr"] < float("inf"):
-        raise ValueError(f"FOP takes a meta_lr of zero or more, got {group['meta_lr']}. Pass for example 1e-3.")
+        raise ValueError(
+            f"FOP takes a meta_lr of zero or more, got {group['meta_lr']}. Pass for example 1e-3."
+        )
     interval = group["interval"]
     if interval is not None and (not isinstance(interval, int) or interval < 1):
         raise ValueError(f"FOP takes an interval of 1 or more steps, got {interval!r}. Pass a whole number.")
     learn = group["learn"]
     if not isinstance(learn, tuple | list) or not learn or not set(learn) <= set(LEARNED):
-        raise ValueError(f"FOP learns a tuple of some of {LEARNED}, got {learn!r}. Pass for example ('precond',).")
+        raise ValueError(
+            f"FOP learns a tuple of some of {LEARNED}, got {learn!r}. Pass for example ('precond',)."
+        )
     if group.get("differentiable", False):
         raise ValueError(
             "FOP's step cannot be differentiated, got differentiable=True. "
@@ -118,8 +125,8 @@ def check_group(optimizer_class: type, group: Mapping[str, Any]) -> None:
     known = bases.described(optimizer_class, group)
     if "lr" in learn and known is None:
         raise ValueError(
-            f"FOP cannot learn the lr of {optimizer_class.__name__} with these settings: it knows SGD without "
-            "dampening, Adam and AdamW without amsgrad. Learn 'precond' alone, or use one of these."
+            f"FOP cannot learn the lr of {optimizer_class.__name__} with these settings: it knows SGD "
+            "without dampening, Adam and AdamW without amsgrad. Learn 'precond' alone, or use one of these."
         )
     if "momentum" in learn and not isinstance(known, Momentum):
         raise ValueError(

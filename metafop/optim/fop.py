@@ -16,25 +16,25 @@ from metafop.preconditioners import by_layer
 from metafop.training import Training
 from metafop.types import Meta, Params, Preconditioner
 
+
 class FOP(Optimizer):
     """Learns a preconditioner for each layer while another optimizer trains it (Moskovitz et al., 2020).
 
     M' = meta_optimizer(M, ∂⟨∇J(θ), θ⟩/∂M),    θ' = optimizer(θ, P(M') ∇J(θ))
 
-    `params` are parameters, with or without names, groups of them, or an `nn.Module`, whose layers then tell which
-    weights are kernels. The base is an `optimizer_class` of torch's form, and takes all `settings` that are not
-    named here: lr, momentum and so on. Around SGD, with or without momentum, Adam and AdamW the derivative is
-    that of the step that they take; around any other, and with dampening or amsgrad, it is the paper's rule: that
-    of gradient descent with the base's lr.
+    `params` are parameters, with or without names, groups of them, or an `nn.Module`, whose layers then tell
+    which weights are kernels. The base is an `optimizer_class` of torch's form, and takes all `settings` that
+    are not named here: lr, momentum and so on. Around SGD, with or without momentum, Adam and AdamW the
+    derivative is that of the step that they take; around any other, and with dampening or amsgrad, it is the
+    paper's rule: that of gradient descent with the base's lr.
 
-    `preconditioner` is "fop" (kernels `Spatial`, matrices `LowRank(4)`, vectors none), "fop-norm", "s-hd" (a rate
-    for each tensor), "pp-hd" (one for each number), a family for all parameters, or a dict of families by pattern
-    of names. `preset="paper"` is Algorithm 1 to the letter. `meta_lr`, `order`, `credit` and `scale_free`
-    overrule the preset, and mean what they mean to `Online`. `interval` is how many steps are taken for each that
-    is learned from: if None 1, and 10 for families whose learning costs more than their use. `learn` may also
-    name "lr" and "momentum"; what is learned of them multiplies (log lr, logit momentum) what a scheduler sets.
-    What starts at random starts from `seed`. All but `preset`, `meta_optimizer` and `seed` can be set for each
-    group. (docs/math.md, 26)
+    `preconditioner` is "fop" (kernels `Spatial`, matrices `LowRank(4)`, vectors none), "fop-norm", "s-hd" (a
+    rate for each tensor), "pp-hd" (one for each number), a family for all parameters, or a dict of families
+    by pattern of names. `preset="paper"` is Algorithm 1 to the letter. `meta_lr`, `order`, `credit` and
+    `scale_free` overrule the preset, and mean what they mean to `Online`. `interval` is how many steps are
+    taken for each that is learned from. `learn` may also name "lr" and "momentum"; what is learned of them
+    comes on top of what a scheduler sets (log lr, logit momentum). What starts at random starts from `seed`.
+    All but `preset`, `meta_optimizer` and `seed` can be set for each group. (docs/math.md, 26)
 
     >>> model = torch.nn.Linear(3, 1)
     >>> optimizer = metafop.optim.FOP(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -116,12 +116,14 @@ class FOP(Optimizer):
         tensor(1.)
         """
         training, meta, grads = self.inspect()
-        return diagnostics.spectra(training, meta) if not grads else diagnostics.summary(training, meta, grads)
+        return (
+            diagnostics.spectra(training, meta) if not grads else diagnostics.summary(training, meta, grads)
+        )
 
     def inspect(self) -> tuple[Training, Meta, Params]:
         """Return the families, their tensors and the gradients as the functional core has them, by name.
 
-        They are those of parameters that have taken a step, and the gradients are there if all of these have one.
+        They are those of parameters that have taken a step; gradients only if all of these have one.
         """
         taken = {
             self._plans[p].name: (p, self._plans[p])
@@ -141,7 +143,7 @@ class FOP(Optimizer):
         own: dict[Tensor, dict[str, Any]] = {}
 
         def part(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            """Check everything before anything changes, and take FOP's entries out: torch would round them."""
+            """Check all before anything changes, and take FOP's entries out: torch would round them."""
             loaded, mine = plans.parted(loaded, self.param_groups, self._plans)
             own.update(mine)
             return loaded
@@ -208,21 +210,19 @@ class FOP(Optimizer):
     def _works(self) -> list[Work]:
         """Return the parameters that have gradients, by group."""
         works = []
-        for group in self.param_groups:
-            items = []
-            for p in group["params"]:
-                grad = p.grad
-                if grad is not None:
-                    item = self._items[id(p)]
-                    _check(item, grad)
-                    items.append(item.at(grad, self.state[p]))
+        for group, crew in zip(self.param_groups, self._crews, strict=True):
+            items = [item for item in crew if item.take(item.param.grad)]
             if items:
                 works.append(Work(type(self._base), group, items))
         return works
 
     def _forget(self) -> None:
         """Forget what was made of the plans and the state: either may have changed."""
-        self._items = {id(p): Item(str(i), p, plan) for i, (p, plan) in enumerate(self._plans.items())}
+        keys = (str(i) for i, _ in enumerate(self._plans))
+        self._crews = [
+            [Item(next(keys), p, self._plans[p], self.state) for p in group["params"]]
+            for group in self.param_groups
+        ]
 
     def _planned(self, group: dict[str, Any]) -> dict[Tensor, plans.Plan]:
         params, names = group["params"], group.get("param_names")
@@ -232,14 +232,6 @@ class FOP(Optimizer):
             p: plans.plan(p, family, names[i] if names else str(first + i), self._seed + first + i)
             for i, (p, family) in enumerate(zip(params, chosen, strict=True))
         }
-
-
-def _check(item: Item, grad: Tensor) -> None:
-    if grad.layout != torch.strided:
-        raise RuntimeError(
-            f"FOP takes dense gradients, got a {grad.layout} one for {item.plan.name!r}. "
-            "Make the layer's gradients dense, for example by nn.Embedding(sparse=False)."
-        )
 
 
 # Its state is numbers and tensors that change with each step: torch.compile would compile each anew.

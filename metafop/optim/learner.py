@@ -19,27 +19,36 @@ from metafop.optimizers import SGD, Adam, Momentum
 from metafop.preconditioners import stacks
 from metafop.types import Params, Tree
 
+_NOT_YET: dict[str, Any] = {}
+
 
 class Item:
     """A parameter: what lasts from step to step, and what belongs to the step at hand."""
 
-    __slots__ = ("before", "entries", "factor", "grad", "key", "leaves", "m", "param", "plan", "state", "turned")
-
-    def __init__(self, key: str, param: Tensor, plan: Plan) -> None:
-        self.key, self.param, self.plan = key, param, plan
+    def __init__(self, key: str, param: Tensor, plan: Plan, states: dict[Tensor, dict[str, Any]]) -> None:
+        self.key, self.param, self.plan, self._states = key, param, plan, states
+        self.state: dict[str, Any] = _NOT_YET  # the optimizer's entry for the parameter
         self.m: Tree = None  # its family's tensors, which are entries of the state
         self.leaves: list[Leaf] = []  # those that are learned
         self.factor: Any = None  # what P is made of, until m moves
-        self.state: dict[str, Any] = {}
         self.grad: Tensor = param
         self.turned: Tensor | None = None  # P g, where there is a P
         self.before: Tensor | None = None  # the parameter before the step, if the next may learn from it
         self.entries: dict[str, Any] = {}  # what is to be written into the state
 
-    def at(self, grad: Tensor, state: dict[str, Any]) -> "Item":
-        """Return the same, for the step at hand."""
-        self.grad, self.state, self.turned, self.before, self.entries = grad, state, None, None, {}
-        return self
+    def take(self, grad: Tensor | None) -> bool:
+        """Take up the step at hand, and return whether there is a gradient for it."""
+        if grad is None:
+            return False
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"FOP takes dense gradients, got a {grad.layout} one for {self.plan.name!r}. "
+                "Make the layer's gradients dense, for example by nn.Embedding(sparse=False)."
+            )
+        if self.state is _NOT_YET:
+            self.state = self._states[self.param]
+        self.grad, self.turned, self.before, self.entries = grad, None, None, {}
+        return True
 
     def own(self, name: str) -> Any:
         """Return an entry of FOP's, or None."""
@@ -223,7 +232,9 @@ class Learner:
     def _toward(self, work: Work, due: list[Item], cotangents: Params) -> Params:
         """Return the cotangent of the direction, or of the movement that P is credited with."""
         lrs = {item.key: item.own("lr") for item in due}
-        lr = lrs if len(set(lrs.values())) > 1 else lrs[due[0].key]  # some may have had no gradient for a while
+        lr = (
+            lrs if len(set(lrs.values())) > 1 else lrs[due[0].key]
+        )  # some may have had no gradient for a while
         hyper = work.hyper(lr, cotangents[due[0].key].dtype)
         if work.known is None:
             return SGD().toward_after(hyper, (), cotangents)
@@ -266,11 +277,11 @@ class Learner:
                 torch.add(grads[item.key], u, alpha=decay, out=u)
             return
         hyper = work.hyper(work.lr, grads[work.turning[0].key].dtype)
-        credit, memory = work.known.credit(hyper, memory, grads)  # pyright: ignore
+        credit, after = work.known.credit(hyper, memory, grads)  # pyright: ignore
         for item in work.turning:
-            item.keep("memory", memory[item.key])
+            item.keep("memory", after[item.key])  # pyright: ignore
             if item.before is not None:
-                item.keep("credit", credit[item.key])
+                item.keep("credit", credit[item.key])  # pyright: ignore
 
 
 def _times(item: Item) -> list[Tensor]:

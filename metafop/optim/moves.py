@@ -41,7 +41,9 @@ class Mover:
     def init(self, value: Tensor) -> list[Tensor]:
         return tree.leaves(self.optimizer.init({"m": value}))
 
-    def move(self, lr: float, leaves: list[Leaf], grads: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    def move(
+        self, lr: float, leaves: list[Leaf], grads: list[Tensor]
+    ) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Move each tensor along its hypergradient; none, if what comes of it is not finite.
 
         Return what was written over, and where, to be put back if need be.

@@ -17,7 +17,7 @@ SETTINGS = ("preconditioner", "meta_lr", "order", "credit", "scale_free", "inter
 
 
 class Plan(NamedTuple):
-    """A parameter's name, its family, and the tree of the family's m: structure, shapes, which leaves are learned."""
+    """A parameter's name and family, and its m: structure, shapes, and which leaves of it are learned."""
 
     name: str
     family: Preconditioner

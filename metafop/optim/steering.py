@@ -54,7 +54,9 @@ def _set(work: Work, names: list[str]) -> None:
     now = {**work.group, **work.pending}
     for name in names:
         value, offset = now[name], now[PREFIX + name]
-        moved = _DOMAINS[name].moved(torch.as_tensor(value, dtype=offset.dtype), torch.zeros_like(offset), offset)
+        moved = _DOMAINS[name].moved(
+            torch.as_tensor(value, dtype=offset.dtype), torch.zeros_like(offset), offset
+        )
         work.steered[name] = moved.to(value.dtype) if isinstance(value, Tensor) else moved.item()
 
 

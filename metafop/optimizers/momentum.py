@@ -100,9 +100,10 @@ class Momentum:
 
     def toward_after(self, hyper: MomentumHyper, opt: Params, cotangent: Params) -> Params:
         """Return `toward`, given the state after the step instead of what led to it."""
+        gain = tree.scale(hyper.lr, -1)
         if self.nesterov:
-            return {k: -at(hyper.lr, k) * (1 + at(hyper.decay, k)) * c for k, c in cotangent.items()}
-        return {k: -at(hyper.lr, k) * c for k, c in cotangent.items()}
+            return {k: at(gain, k) * (1 + at(hyper.decay, k)) * c for k, c in cotangent.items()}
+        return {k: at(gain, k) * c for k, c in cotangent.items()}
 
     def _moves(
         self, hyper: MomentumHyper, params: Params, velocity: Params, direction: Params

@@ -68,7 +68,8 @@ class SGD:
 
     def toward_after(self, hyper: SGDHyper, opt: tuple[()], cotangent: Params) -> Params:
         """Return `toward`, given the state after the step instead of what led to it."""
-        return {k: -at(hyper.lr, k) * c for k, c in cotangent.items()}
+        gain = tree.scale(hyper.lr, -1)
+        return {k: at(gain, k) * c for k, c in cotangent.items()}
 
     def _moves(self, hyper: SGDHyper, params: Params, direction: Params) -> Params:
         return {k: torch.addcmul(d, at(hyper.weight_decay, k), params[k]) for k, d in direction.items()}

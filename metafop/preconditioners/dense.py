@@ -29,11 +29,11 @@ class Dense:
 
     def turn(self, factor: gram.Factor, grad: Tensor) -> Tensor:
         """Return P g, given `gram.factor` of m and of the rows of `grad`."""
-        return gram.times(factor, gram.rows(factor.matrix, grad)).view(grad.shape).to(grad.dtype)
+        return gram.back(gram.times(factor, gram.rows(factor.matrix, grad)), grad)
 
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
         """Return `(CᵀG + GᵀC) M`."""
-        return gram.pullback(m, gram.rows(m, grad), gram.rows(m, cotangent))
+        return gram.pullback(m, grad, cotangent)
 
     def dimension(self, m: Tensor) -> int:
         return m.shape[-2]

@@ -5,11 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_NARROW = 16  # columns: below this, BLAS takes up to six times as long over a tall product as over a wide one
+# Over products with few columns BLAS takes up to six times as long as their size tells: below this number,
+# transposes are multiplied, or rows are taken together.
+_NARROW = 16
 
 
 class Factor(NamedTuple):
-    """What gradients are multiplied by: P = M Mᵀ (`whole`), or M and then Mᵀ."""
+    """What gradients are multiplied by: P = M Mᵀ, for one row or several (`whole`), or M and then Mᵀ."""
 
     matrix: Tensor
     whole: bool
@@ -21,26 +23,45 @@ def is_whole(m: Tensor, count: int) -> bool:
     return n * (k + count) < 2 * count * k
 
 
-def product(m: Tensor) -> Tensor:
-    """Return `M Mᵀ`."""
-    return m @ m.mT
+def together(n: int, count: int) -> int:
+    """Return how many of `count` rows of n numbers are multiplied as one: 2 for n = 9, 16 for n = 1."""
+    several = 1
+    while n * several < _NARROW and count % (2 * several) == 0:
+        several *= 2
+    return several
+
+
+def product(m: Tensor, several: int) -> Tensor:
+    """Return `M Mᵀ`, as often along the diagonal as rows are taken together."""
+    p = m @ m.mT
+    if several == 1:
+        return p
+    once = torch.eye(several, dtype=p.dtype, device=p.device)
+    n = several * m.shape[-2]
+    return (once[:, None, :, None] * p[..., None, :, None, :]).reshape(*p.shape[:-2], n, n)
 
 
 def factor(m: Tensor, count: int) -> Factor:
     """Return what is less work for a gradient of `count` rows; it can serve many."""
-    whole = is_whole(m, count)
-    return Factor(product(m) if whole else m, whole)
+    if not is_whole(m, count):
+        return Factor(m, False)
+    return Factor(product(m, together(m.shape[-2], count)), True)
 
 
 def rows(m: Tensor, grad: Tensor) -> Tensor:
     """Return `grad` cut into rows of n numbers, in M's precision; leading dimensions of M are a stack."""
-    g = grad.reshape(*m.shape[:-2], -1, m.shape[-2])
-    return g if g.dtype == m.dtype else g.to(m.dtype)
+    return _cut(m, grad, m.shape[-2])
 
 
 def count(m: Tensor, grad: Tensor) -> int:
     """Return how many rows of n numbers `grad` has, in each entry of a stack."""
     return grad.numel() * m.shape[-1] // m.numel()
+
+
+def back(x: Tensor, grad: Tensor) -> Tensor:
+    """Return rows in the shape and the precision of the gradient that they come from."""
+    x = x.reshape(grad.shape)
+    return x if x.dtype == grad.dtype else x.to(grad.dtype)
 
 
 def times(factor: Factor, g: Tensor) -> Tensor:
@@ -63,19 +84,34 @@ def is_crossed(m: Tensor, count: int) -> bool:
     return count * n + n * k < 4 * count * k
 
 
-def cross(g: Tensor, c: Tensor) -> Tensor:
-    return c.mT @ g
+def cross(m: Tensor, grad: Tensor, cotangent: Tensor, several: int) -> Tensor:
+    """Return `CᵀG` in its diagonal blocks, as many as rows are taken together; `blocks` adds them up."""
+    n = several * m.shape[-2]
+    return _cut(m, cotangent, n).mT @ _cut(m, grad, n)
 
 
-def pullback_crossed(m: Tensor, cross: Tensor) -> Tensor:
+def blocks(crosses: Tensor, several: int) -> Tensor:
+    """Return the sum of the diagonal blocks."""
+    if several == 1:
+        return crosses
+    n = crosses.shape[-1] // several
+    apart = crosses.reshape(*crosses.shape[:-2], several, n, several, n)
+    return apart.diagonal(dim1=-4, dim2=-2).sum(-1)
+
+
+def pullback_crossed(m: Tensor, crosses: Tensor, several: int) -> Tensor:
     """Return `∇_M ⟨C, G M Mᵀ⟩ = (X + Xᵀ) M`, given X = CᵀG (docs/math.md, 2)."""
-    return (cross + cross.mT) @ m
+    x = blocks(crosses, several)
+    return (x + x.mT) @ m
 
 
-def pullback(m: Tensor, g: Tensor, c: Tensor) -> Tensor:
+def pullback(m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
     """Return `∇_M ⟨C, G M Mᵀ⟩ = (CᵀG + GᵀC) M`, multiplied in the cheaper order (docs/math.md, 2)."""
-    if is_crossed(m, g.shape[-2]):
-        return pullback_crossed(m, cross(g, c))
+    size = count(m, grad)
+    if is_crossed(m, size):
+        several = together(m.shape[-2], size)
+        return pullback_crossed(m, cross(m, grad, cotangent, several), several)
+    g, c = rows(m, grad), rows(m, cotangent)
     return _tall(c.mT, _tall(g, m)) + _tall(g.mT, _tall(c, m))
 
 
@@ -89,3 +125,8 @@ def norm(m: Tensor) -> Tensor:
 def _tall(a: Tensor, b: Tensor) -> Tensor:
     """Return `A B`, for a B of few columns as the transpose of `Bᵀ Aᵀ`."""
     return (b.mT @ a.mT).mT if b.shape[-1] < _NARROW else a @ b
+
+
+def _cut(m: Tensor, grad: Tensor, n: int) -> Tensor:
+    g = grad.reshape(*m.shape[:-2], -1, n)
+    return g if g.dtype == m.dtype else g.to(m.dtype)

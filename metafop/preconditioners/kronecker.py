@@ -37,14 +37,14 @@ class Kronecker:
 
     def apply(self, m: KroneckerFactors, grad: Tensor) -> Tensor:
         g = gram.rows(m.inputs, grad)
-        turned = gram.times(gram.factor(m.inputs, g.shape[-2]), g)
+        turned = Dense().apply(m.inputs, g)
         return (m.outputs @ (m.outputs.mT @ turned)).reshape(grad.shape).to(grad.dtype)
 
     def pullback(self, m: KroneckerFactors, grad: Tensor, cotangent: Tensor) -> KroneckerFactors:
         """Return `(CᵀB + BᵀC) M` with B = R Rᵀ G, and `(C Aᵀ + A Cᵀ) R` with A = G M Mᵀ."""
         g, c = gram.rows(m.inputs, grad), gram.rows(m.inputs, cotangent)
         b = m.outputs @ (m.outputs.mT @ g)
-        a = gram.times(gram.factor(m.inputs, g.shape[-2]), g)
+        a = Dense().apply(m.inputs, g)
         return KroneckerFactors(gram.pullback(m.inputs, b, c), gram.pullback(m.outputs, a.mT, c.mT))
 
     def dimension(self, m: KroneckerFactors) -> int:

@@ -28,8 +28,8 @@ def by_shape(param: Tensor, rank: int = 4) -> Preconditioner:
 def by_layer(module: nn.Module) -> dict[Tensor, Preconditioner]:
     """Return the family that suits each parameter of a module, given the layers that use it.
 
-    Only the weights of convolutions are kernels. A weight that several layers share is one if all of them convolve.
-    Any other tensor of three or more dimensions, such as the embedding of positions, gets `Identity`.
+    Only the weights of convolutions are kernels; one that several layers share is, if all of them convolve.
+    Any other tensor of three or more dimensions, such as an embedding of positions, gets `Identity`.
     """
     owners: dict[Tensor, list[nn.Module]] = {}
     for layer in module.modules():

@@ -11,29 +11,32 @@ from metafop.preconditioners.dense import Dense, Spatial
 from metafop.preconditioners.low_rank import LowRank
 from metafop.types import Params, Preconditioner, Tree
 
-_GRAM = (Dense, Spatial, LowRank)  # P is made of M Mᵀ, and M is one matrix
+_GRAM = (Dense, Spatial, LowRank)  # P is made of M Mᵀ, and M is one matrix; a subclass may change that
 
 
 def factors(families: Mapping[str, Preconditioner], precond: Mapping[str, Tree], grads: Params) -> dict:
     """Return for each parameter what `turn` takes. It depends on m, and on the gradient's shape alone."""
     result: dict[str, Any] = {}
     whole: dict[str, Tensor] = {}
+    several: dict[str, int] = {}
     for name, grad in grads.items():
-        family, m = families[name], precond[name]
-        if not isinstance(family, _GRAM):
+        m = precond[name]
+        if type(families[name]) not in _GRAM:
             result[name] = m
-        elif gram.is_whole(m, gram.count(m, grad)):
-            whole[name] = m
+            continue
+        count = gram.count(m, grad)
+        if gram.is_whole(m, count):
+            whole[name], several[name] = m, gram.together(m.shape[-2], count)
         else:
             result[name] = gram.Factor(m, False)
-    for name, p in _together(gram.product, whole).items():
+    for name, p in _together(gram.product, several, whole).items():
         result[name] = gram.Factor(p, True)
     return result
 
 
 def turn(family: Preconditioner, factor: Any, grad: Tensor) -> Tensor:
     """Return P g."""
-    return family.turn(factor, grad) if isinstance(family, _GRAM) else family.apply(factor, grad)
+    return family.turn(factor, grad) if type(family) in _GRAM else family.apply(factor, grad)  # pyright: ignore
 
 
 def pullbacks(
@@ -42,26 +45,33 @@ def pullbacks(
     """Return the derivative of ⟨cotangent, P(m) grad⟩ in the m of each parameter."""
     result: dict[str, Tree] = {}
     crosses: dict[str, Tensor] = {}
+    several: dict[str, int] = {}
     for name, m in precond.items():
         family, grad, cotangent = families[name], grads[name], cotangents[name]
-        if isinstance(family, _GRAM) and gram.is_crossed(m, gram.count(m, grad)):
-            crosses[name] = gram.cross(gram.rows(m, grad), gram.rows(m, cotangent))
-        else:
-            result[name] = family.pullback(m, grad, cotangent)
-    pulled = _together(gram.pullback_crossed, {name: precond[name] for name in crosses}, crosses)
-    return {name: pulled[name] if name in pulled else result[name] for name in precond}
+        if type(family) in _GRAM:
+            count = gram.count(m, grad)
+            if gram.is_crossed(m, count):
+                several[name] = gram.together(m.shape[-2], count)
+                crosses[name] = gram.cross(m, grad, cotangent, several[name])
+                continue
+        result[name] = family.pullback(m, grad, cotangent)
+    ms = {name: precond[name] for name in crosses}
+    result |= _together(gram.pullback_crossed, several, ms, crosses)
+    return {name: result[name] for name in precond}
 
 
-def _together(function: Callable[..., Tensor], *args: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return `function` of the tensors under each name; those of one shape are stacked for it."""
+def _together(
+    function: Callable[..., Tensor], several: dict[str, int], *args: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return `function(*args, several)` for each name; those of one shape are stacked for it."""
     alike: dict[Any, list[str]] = {}
     for name, m in args[0].items():
-        alike.setdefault((m.shape, m.dtype, m.device), []).append(name)
+        alike.setdefault((several[name], m.shape, m.dtype, m.device), []).append(name)
     result: dict[str, Tensor] = {}
-    for names in alike.values():
+    for (count, *_), names in alike.items():
         if len(names) == 1:
-            result[names[0]] = function(*(arg[names[0]] for arg in args))
+            result[names[0]] = function(*(arg[names[0]] for arg in args), count)
         else:
-            stacked = function(*(torch.stack([arg[name] for name in names]) for arg in args))
+            stacked = function(*(torch.stack([arg[name] for name in names]) for arg in args), count)
             result.update(zip(names, stacked.unbind(), strict=True))
     return result
