@@ -1,4 +1,4 @@
-"""CIFAR-10 from a folder that the user names: the published binary batches, unpacked or still in their tar."""
+"""CIFAR-10 from a folder that the user names: the published binary batches, unpacked or in a tar."""
 
 import os
 import tarfile
@@ -29,8 +29,8 @@ def load(data: Path | None, images: int, test_images: int) -> Cifar:
     folder = data or (Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None)
     if folder is None:
         raise SystemExit(
-            f"CIFAR-10 is needed: name the folder that holds cifar10/ (with {TRAINING[0]} and so on, or their "
-            f".tar.xz or .tar.gz) with --data or the environment variable {FOLDER}."
+            f"CIFAR-10 is needed: name the folder that holds cifar10/ (with {TRAINING[0]} and so on, or with "
+            f"their .tar.xz or .tar.gz) by --data or the environment variable {FOLDER}."
         )
     files = read(folder / "cifar10")
     x, y = records(b"".join(files[name] for name in TRAINING), images, "training")
@@ -52,8 +52,9 @@ def read(folder: Path) -> dict[str, bytes]:
     missing = [name for name in [*TRAINING, TEST] if name not in files]
     if missing:
         raise SystemExit(
-            f"CIFAR-10 is not in {folder}: looked for {', '.join(missing)}, there or in a .tar.xz or .tar.gz; "
-            f"name the folder that holds cifar10/ with --data or the environment variable {FOLDER}."
+            f"CIFAR-10 is not in {folder}: looked for {', '.join(missing)}, there and "
+            "in a .tar.xz or .tar.gz; name the folder that holds cifar10/ by --data or the environment "
+            f"variable {FOLDER}."
         )
     return files
 

@@ -197,7 +197,7 @@ def steps_to(result: Result, target: Tensor, epoch: int) -> Tensor:
 
 
 def interval(values: Tensor) -> tuple[float | None, float | None, float | None]:
-    """Return the mean of the seeds and its 95 % t-interval; None for what is not finite or needs two seeds."""
+    """Return the mean over seeds and its 95 % t-interval: None if not finite, or of one seed."""
     if not values.isfinite().all():
         return None, None, None
     mean, n = values.mean().item(), len(values)
@@ -208,66 +208,57 @@ def interval(values: Tensor) -> tuple[float | None, float | None, float | None]:
 
 
 def compare(config: Config, results: Mapping[str, Result]) -> dict[str, run.Figure]:
-    """Print every method's differences from momentum; return the figures."""
-    base = results["momentum"]
-    target, total = base.smoothed[:, -1], config.epochs * config.epoch
+    """Print every method's differences from momentum, and return the figures."""
+    base, total = results["momentum"], config.epochs * config.epoch
+    target = base.smoothed[:, -1]
     own = steps_to(base, target, config.epoch) / total
     figures: dict[str, run.Figure] = {
         "momentum_final_loss": rounded(interval(target)[0]),
         "momentum_accuracy": rounded(interval(base.accuracy)[0]),
+        # How much of a ratio below one is but the first of several times at that loss.
         "momentum_first_there": rounded(interval(own)[0]),
     }
-    rows, by_seed = [], [["momentum", "first there / all steps", *cells(own, "{:.3f}")]]
+    rows, by_seed = [], [["momentum", "first there", *(f"{x:.3f}" for x in own.tolist())]]
     for name in (name for name in config.methods if name != "momentum"):
-        result, label = results[name], METHODS[name].label
-        ratio = steps_to(result, target, config.epoch) / total
-        views = {  # of each seed, and the sign of what is better
-            "steps_ratio": (ratio.log(), -1),
-            "mean_loss_difference": ((result.smoothed - base.smoothed).mean(1), -1),
-            "final_loss_difference": (result.smoothed[:, -1] - target, -1),
-            "accuracy_difference": (result.accuracy - base.accuracy, 1),
-        }
-        row = [label]
-        for view, (values, better) in views.items():
-            found = interval(values)
+        for view, (values, better) in views(config, results[name], base).items():
+            found, shown = interval(values), values
             if view == "steps_ratio":
                 found = tuple(None if x is None else math.exp(x) for x in found)
-            ahead = f"{int((better * values > 0).sum())} of {config.seeds}"
-            for end, value in zip(("", "_low", "_high"), found, strict=True):
-                figures[f"{name}_{view}{end}"] = rounded(value)
-            figures[f"{name}_{view}_ahead"] = ahead
-            row += [text(found, "{:.3f}" if view == "steps_ratio" else "{:+.4f}"), ahead]
-        figures[f"{name}_never_there"] = int(ratio.isnan().sum())
-        rows.append(row)
-        by_seed.append([label, "steps / momentum's", *cells(ratio, "{:.3f}")])
-        by_seed.append(
-            [label, "final loss − momentum's", *cells(views["final_loss_difference"][0], "{:+.4f}")]
-        )
-        by_seed.append([label, "accuracy − momentum's", *cells(views["accuracy_difference"][0], "{:+.4f}")])
+                shown = values.exp()
+                figures[f"{name}_never_there"] = int(values.isnan().sum())
+            ends = [rounded(x) for x in found]
+            figures |= zip((f"{name}_{view}{end}" for end in ("", "_low", "_high")), ends, strict=True)
+            ahead = figures[f"{name}_{view}_ahead"] = f"{int((better * values > 0).sum())} of {len(values)}"
+            form = "{:.3f}" if view == "steps_ratio" else "{:+.4f}"
+            what = [METHODS[name].label, view.replace("_", " ")]
+            rows.append([*what, *("–" if x is None else form.format(x) for x in found), ahead])
+            by_seed.append([*what, *("–" if math.isnan(x) else form.format(x) for x in shown.tolist())])
     run.show(
         config.out,
-        f"Against momentum, pair by pair: mean of {config.seeds} seeds [95 % t-interval], and how many are ahead. "
-        f"Steps: to momentum's loss of its last epoch, which it has by definition after all {total}; geometric mean",
-        ["method", "steps", "ahead", "mean loss", "ahead", "final loss", "ahead", "accuracy", "ahead"],
+        f"Against momentum, pair by pair, with 95 % t-intervals over {config.seeds} seeds. Steps ratio: "
+        f"steps until an epoch's mean loss is at momentum's of its last epoch, over the {total} after which "
+        "momentum is there by definition; geometric mean; – if a run never is",
+        ["method", "what", "mean", "low", "high", "ahead"],
         rows,
     )
     seeds = [f"seed {config.seed + i}" for i in range(config.seeds)]
-    run.show(config.out, "Seed by seed (–: never at momentum's loss)", ["method", "what", *seeds], by_seed)
+    run.show(config.out, "The same, seed by seed", ["method", "what", *seeds], by_seed)
     return figures
+
+
+def views(config: Config, result: Result, base: Result) -> dict[str, tuple[Tensor, int]]:
+    """Return how each seed compares with momentum, and the sign of what is better; ratios as logarithms."""
+    steps = steps_to(result, base.smoothed[:, -1], config.epoch)
+    return {
+        "steps_ratio": ((steps / (config.epochs * config.epoch)).log(), -1),
+        "mean_loss_difference": ((result.smoothed - base.smoothed).mean(1), -1),
+        "final_loss_difference": (result.smoothed[:, -1] - base.smoothed[:, -1], -1),
+        "accuracy_difference": (result.accuracy - base.accuracy, 1),
+    }
 
 
 def rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 5)
-
-
-def text(found: Sequence[float | None], form: str) -> str:
-    """Return a mean with its interval, as far as they are there."""
-    words = ["–" if x is None else form.format(x) for x in found]
-    return words[0] if None in found else f"{words[0]} [{words[1]}, {words[2]}]"
-
-
-def cells(values: Tensor, form: str) -> list[str]:
-    return [form.format(x) if math.isfinite(x) else "–" for x in values.tolist()]
 
 
 def draw(config: Config, results: Mapping[str, Result]) -> None:

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -34,3 +34,37 @@ def all_conv(narrow: int = 96, wide: int = 192, channels: int = 3, classes: int 
         layers += [conv, nn.BatchNorm2d(outputs), nn.ReLU()]
     layers += [nn.Conv2d(wide, classes, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers)
+
+
+class BasicBlock(nn.Module):
+    """Two 3×3 layers, and a shortcut around them: a 1×1 layer where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut = nn.Sequential()
+        if inputs != outputs:
+            conv = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(outputs))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.body(inputs) + self.shortcut(inputs)).relu()
+
+
+def resnet18(width: int = 64, channels: int = 3, classes: int = 10) -> nn.Sequential:
+    """Return ResNet-18 (He et al., 2016) as it is used for small images: its first layer 3×3, and no pooling.
+
+    Four pairs of blocks, each pair after the first of twice the channels at half the size.
+    """
+    first = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+    layers: list[nn.Module] = [first, nn.BatchNorm2d(width), nn.ReLU()]
+    for inputs, outputs, stride in [(1, 1, 1), (1, 2, 2), (2, 4, 2), (4, 8, 2)]:  # in widths
+        layers += [BasicBlock(inputs * width, outputs * width, stride)]
+        layers += [BasicBlock(outputs * width, outputs * width, 1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, classes))

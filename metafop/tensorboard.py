@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from metafop import diagnostics
 from metafop.types import Info, Meta, Params, Trains
@@ -24,6 +26,14 @@ _LARGEST_IMAGE = 64
 _PIXELS = 288  # the side of an image, at most: 32 for each number of a 9-by-9 P
 _BINS = 64
 _RED, _BLUE = (0.70, 0.09, 0.17), (0.13, 0.40, 0.67)
+
+
+class Watched(Protocol):
+    """An optimizer that shows what it has learned: `metafop.optim.FOP`."""
+
+    def inspect(self) -> tuple[Trains, Meta, Params]: ...
+
+    def register_step_post_hook(self, hook: Any) -> RemovableHandle: ...
 
 
 class Logger:
@@ -79,6 +89,24 @@ class Logger:
             self._histogram(step, f"P_values/{name}", p)
             if p.shape[-1] <= _LARGEST_IMAGE:
                 self._events.add_summary(image(f"P/{name}", picture(p), dataformats="CHW"), step)
+
+    def watch(self, optimizer: Watched, every: int = 100) -> RemovableHandle:
+        """Write the diagnostics of a `metafop.optim.FOP` after its first step and then after each `every` more.
+
+        The step number is that of the optimizer since now. Call `remove()` of what is returned to stop.
+        """
+        if every < 1:
+            raise ValueError(f"Logger.watch writes every so many steps, got every={every}. Pass 1 or more.")
+        steps = count()
+
+        def write(optimizer: Any, *_: object) -> None:
+            step = next(steps)
+            if step % every == 0:
+                training, meta, grads = optimizer.inspect()
+                if grads:
+                    self.diagnostics(step, training, meta, grads)
+
+        return optimizer.register_step_post_hook(write)
 
     def hyperparameters(self, settings: Mapping[str, Any], metrics: Mapping[str, float | Tensor]) -> None:
         """Write one row of the HParams tab: what was chosen, and what came of it, once, at the end of a run.

@@ -62,7 +62,7 @@ def families(
     if preconditioner == "fop":
         return usual
     if preconditioner == "fop-norm":
-        return [Normalized(family) if _is_learned(family) else family for family in usual]
+        return [_normalized(family) for family in usual]
     family = {"s-hd": Scalar(), "pp-hd": Diagonal()}.get(preconditioner, preconditioner)
     if isinstance(family, type) or not isinstance(family, Preconditioner):
         raise TypeError(
@@ -149,5 +149,6 @@ def _by_name(
     ]
 
 
-def _is_learned(family: Preconditioner) -> bool:
-    return isinstance(family, Inspectable) and not isinstance(family, Identity)
+def _normalized(family: Preconditioner) -> Preconditioner:
+    is_learned = isinstance(family, Inspectable) and not isinstance(family, Identity)
+    return Normalized(family) if is_learned else family

@@ -1,6 +1,7 @@
 """FOP: a `torch.optim.Optimizer` that learns, while it trains, how another one should be steered."""
 
 from collections.abc import Callable, Mapping
+from itertools import count
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch.optim import Optimizer
 
 from metafop import checks, diagnostics
 from metafop.optim import choices, plans, steering
-from metafop.optim.learner import Item, Learner, Work
+from metafop.optim.learner import Learner
 from metafop.optim.moves import Steered
+from metafop.optim.work import Item, Work
 from metafop.optimizers import SGD, Adam, SGDHyper
 from metafop.preconditioners import by_layer
 from metafop.training import Training
@@ -92,7 +94,7 @@ class FOP(Optimizer):
         group["preconditioner"] = choices.text(group["preconditioner"])
         group.setdefault("fop_steps", 0)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Learn from the last step, and take the next one; return what `closure` returns."""
         loss = None
         if closure is not None:
@@ -100,7 +102,7 @@ class FOP(Optimizer):
                 loss = closure()
         with torch.no_grad():
             if torch.compiler.is_compiling():
-                _uncompiled(self)
+                _uncompiled(self)  # pyright: ignore
             else:
                 self._step()
         return loss
@@ -218,7 +220,7 @@ class FOP(Optimizer):
 
     def _forget(self) -> None:
         """Forget what was made of the plans and the state: either may have changed."""
-        keys = (str(i) for i, _ in enumerate(self._plans))
+        keys = map(str, count())
         self._crews = [
             [Item(next(keys), p, self._plans[p], self.state) for p in group["params"]]
             for group in self.param_groups

@@ -6,95 +6,17 @@ What is learned is written at once, and undone if the base's step fails; all els
 (docs/math.md, 26)
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from metafop import tree
 from metafop.optim import bases
 from metafop.optim.moves import Leaf, Mover, Steered
-from metafop.optim.plans import PREFIX, Plan, m_of, start
+from metafop.optim.plans import m_of, start
+from metafop.optim.work import Item, Work, wide
 from metafop.optimizers import SGD, Adam, Momentum
 from metafop.preconditioners import stacks
-from metafop.types import Params, Tree
-
-_NOT_YET: dict[str, Any] = {}
-
-
-class Item:
-    """A parameter: what lasts from step to step, and what belongs to the step at hand."""
-
-    def __init__(self, key: str, param: Tensor, plan: Plan, states: dict[Tensor, dict[str, Any]]) -> None:
-        self.key, self.param, self.plan, self._states = key, param, plan, states
-        self.state: dict[str, Any] = _NOT_YET  # the optimizer's entry for the parameter
-        self.m: Tree = None  # its family's tensors, which are entries of the state
-        self.leaves: list[Leaf] = []  # those that are learned
-        self.factor: Any = None  # what P is made of, until m moves
-        self.grad: Tensor = param
-        self.turned: Tensor | None = None  # P g, where there is a P
-        self.before: Tensor | None = None  # the parameter before the step, if the next may learn from it
-        self.entries: dict[str, Any] = {}  # what is to be written into the state
-
-    def take(self, grad: Tensor | None) -> bool:
-        """Take up the step at hand, and return whether there is a gradient for it."""
-        if grad is None:
-            return False
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"FOP takes dense gradients, got a {grad.layout} one for {self.plan.name!r}. "
-                "Make the layer's gradients dense, for example by nn.Embedding(sparse=False)."
-            )
-        if self.state is _NOT_YET:
-            self.state = self._states[self.param]
-        self.grad, self.turned, self.before, self.entries = grad, None, None, {}
-        return True
-
-    def own(self, name: str) -> Any:
-        """Return an entry of FOP's, or None."""
-        name = PREFIX + name
-        return self.entries[name] if name in self.entries else self.state.get(name)
-
-    def keep(self, name: str, value: Any) -> None:
-        self.entries[PREFIX + name] = value
-
-
-class Work:
-    """The parameters of a group that have a gradient, and what is known about their step."""
-
-    def __init__(self, base: type, group: dict[str, Any], items: list[Item]) -> None:
-        self.group, self.items = group, items
-        self.steered: dict[str, Any] = {}  # settings that are learned, as the step uses them
-        self.pending: dict[str, Any] = {}  # what is to be written into the group
-        self.undo: list[tuple[list[Tensor], list[Tensor]]] = []
-        self.known = bases.described(base, group)
-        self.turning = [item for item in items if item.plan.shapes] if "precond" in group["learn"] else []
-        # Whether P is credited with more than the last gradient.
-        self.velocity = group["credit"] == "velocity" and isinstance(self.known, Momentum | Adam)
-
-    @property
-    def lr(self) -> float | Tensor:
-        return self.steered.get("lr", self.group["lr"])
-
-    @property
-    def moves(self) -> bool:
-        """Whether the parameters will move at all: a step of lr zero teaches nothing."""
-        return not bases.is_zero(self.lr)
-
-    def hyper(self, lr: Any, dtype: torch.dtype) -> Any:
-        """Return the settings of the step as hyperparameters of the pure optimizer."""
-        settings = {**self.group, **self.steered} if self.steered else self.group
-        return bases.hyper(self.known, settings, lr, dtype)
-
-    def signed(self, items: list[Item]) -> Params:
-        """Return the gradients of what is minimized."""
-        return {item.key: wide(bases.signed(self.group, item.grad)) for item in items}
-
-    def write(self) -> None:
-        self.group.update(self.pending)
-        for item in self.items:
-            if item.entries:
-                item.state.update(item.entries)
+from metafop.types import Params
 
 
 class Learner:
@@ -109,9 +31,10 @@ class Learner:
         due = []
         for item in work.turning:
             if item.m is None:
-                self._begin(work, item)
+                self._begin(item)
+            self._prepare(work, item)
             every = group["interval"] or item.plan.patience
-            if moves and time % every == 0 and item.state.get("fop_taken"):
+            if moves and time % every == 0 and item.own("taken"):
                 due.append(item)
             if moves and (time + 1) % every == 0:
                 item.before = item.param
@@ -147,16 +70,12 @@ class Learner:
             item.keep("taken", int(item.before is not None))
             if item.before is not None:
                 item.keep("lr", lr)
-                item.keep("updates", item.leaves[0].age if item.leaves else 0)
         work.pending["fop_steps"] = work.group["fop_steps"] + 1
 
-    def _begin(self, work: Work, item: Item) -> None:
-        """Take up a parameter, at its first step or from a state that was loaded.
-
-        Every entry that the state will ever have is there from the first step on.
-        """
-        if "fop_taken" not in item.state:
-            self._start(work, item)
+    def _begin(self, item: Item) -> None:
+        """Take up a parameter, at its first step or from a state that was loaded."""
+        if item.own("taken") is None:
+            self._start(item)
         item.m = m_of(item.plan, {**item.state, **item.entries})
         item.leaves = [
             Leaf(leaf, [item.own(f"meta{i}_{j}") for j in range(self.mover.states)], item.own("updates"))
@@ -164,23 +83,30 @@ class Learner:
             if item.plan.learned[i]
         ]
 
-    def _start(self, work: Work, item: Item) -> None:
+    def _start(self, item: Item) -> None:
         for i, leaf in enumerate(tree.leaves(start(item.param, item.plan.family, item.plan.seed))):
             item.keep(f"m{i}", leaf.contiguous())
             for j, x in enumerate(self.mover.init(leaf)):
                 item.keep(f"meta{i}_{j}", x.contiguous())
-        nothing = torch.zeros_like(wide(item.grad), memory_format=torch.contiguous_format)
         item.keep("updates", 0)
+        item.keep("taken", 0)
         item.keep("lr", 0.0)
-        item.keep("moved", nothing.new_zeros(()))
-        if work.velocity:
-            item.keep("memory", nothing)
-        if not work.velocity or _is_apart(work.known):
-            item.keep("credit", nothing.clone())
-        if _is_through_moments(work):
+        item.keep("moved", wide(item.grad).new_zeros(()))
+
+    def _prepare(self, work: Work, item: Item) -> None:
+        """Make the entries that steps of this kind need, at the first one: settings may change in between.
+
+        After it they are all there, for a state that is to be loaded has to have a place for everything.
+        """
+        apart = not work.velocity or _is_apart(work.known)
+        needed = {"memory": work.velocity, "credit": apart, "direction": _is_through_moments(work)}
+        missing = [name for name, is_needed in needed.items() if is_needed and item.own(name) is None]
+        for name in missing:
+            item.keep("taken", 0)
+            item.keep(name, torch.zeros_like(wide(item.grad), memory_format=torch.contiguous_format))
+        if "direction" in missing:
             for name, x in bases.held(work.known, item.param, {}).items():
                 item.keep(f"held_{name}", x)
-            item.keep("direction", nothing.clone())
 
     def _precondition(self, turning: list[Item]) -> None:
         """Give each gradient its P g."""
@@ -218,10 +144,11 @@ class Learner:
             for time in _times(item):  # which pass, and are not learned
                 work.undo.append(([time], [time.clone()]))
                 time += 1
-        grads = torch._foreach_div(grads, sizes) if safe else grads
+        grads = list(torch._foreach_div(grads, sizes)) if safe else grads
         work.undo += self.mover.move(work.group["meta_lr"], leaves, grads)
         for item in due:
             item.factor = None
+            item.keep("updates", item.leaves[0].age)
 
     def _sizes(self, due: list[Item], cotangents: Params) -> list[Tensor]:
         """Return ‖∇J‖ ‖Δθ‖ of each parameter, infinite where it is zero (docs/math.md, 14)."""
@@ -300,8 +227,3 @@ def _is_apart(known: bases.Known | None) -> bool:
 
 def _is_through_moments(work: Work) -> bool:
     return isinstance(work.known, Adam) and not work.velocity
-
-
-def wide(x: Tensor) -> Tensor:
-    """Return a tensor of half precision in float32."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -57,7 +57,7 @@ class Mover:
         for of, (old, places, new) in zip(alike.values(), moves, strict=True):
             sizes = [leaves[i].flat.numel() for i in of]
             for before, where, after, clock in zip(old, places, new, [False, *self._clocks], strict=True):
-                kept = torch.where(finite, after, before)
+                kept = after if clock else torch.where(finite, after, before)  # a clock goes on, as ages do
                 pieces = [kept.view(1)] * len(of) if clock else list(kept.split(sizes))
                 torch._foreach_copy_(where, pieces)
                 undo.append((where, [before.view(1)] * len(of) if clock else list(before.split(sizes))))

@@ -21,7 +21,7 @@ class Plan(NamedTuple):
 
     name: str
     family: Preconditioner
-    structure: tree.Structure
+    structure: Tree  # of the numbers of its leaves
     shapes: tuple[torch.Size, ...]
     learned: tuple[bool, ...]
     patience: int
@@ -38,7 +38,8 @@ def plan(param: Tensor, family: Preconditioner, name: str, seed: int) -> Plan:
         m = start(param, family, seed)
     except ValueError as error:
         raise ValueError(f"The parameter {name!r} does not suit its preconditioner: {error}") from None
-    leaves, structure = tree.flatten(m)
+    leaves, form = tree.flatten(m)
+    structure = tree.unflatten(list(range(len(leaves))), form)
     passing = clocks(m, "m")
     learned = tuple(leaf not in passing for leaf in tree.named(m, "m"))
     return Plan(
@@ -52,7 +53,7 @@ def start(param: Tensor, family: Preconditioner, seed: int) -> Tree:
 
 
 def m_of(plan: Plan, state: Mapping[str, Any]) -> Tree:
-    return tree.unflatten([state[f"{PREFIX}m{i}"] for i in range(len(plan.shapes))], plan.structure)
+    return tree.map(lambda i: state[f"{PREFIX}m{i}"], plan.structure)
 
 
 def parted(

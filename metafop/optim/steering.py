@@ -7,9 +7,9 @@ from torch import Tensor
 
 from metafop import tree
 from metafop.optim import bases
-from metafop.optim.learner import Item, Work, wide
 from metafop.optim.moves import Leaf, Mover
 from metafop.optim.plans import PREFIX
+from metafop.optim.work import Item, Work, wide
 from metafop.optimizers import Positive, Unit
 from metafop.safeguards import over
 
@@ -54,6 +54,9 @@ def _set(work: Work, names: list[str]) -> None:
     now = {**work.group, **work.pending}
     for name in names:
         value, offset = now[name], now[PREFIX + name]
+        if bases.is_zero(value):
+            work.steered[name] = value
+            continue
         moved = _DOMAINS[name].moved(
             torch.as_tensor(value, dtype=offset.dtype), torch.zeros_like(offset), offset
         )

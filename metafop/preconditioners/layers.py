@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from metafop.preconditioners.dense import Spatial, inputs
 from metafop.preconditioners.elementwise import Identity
@@ -18,9 +17,9 @@ def by_shape(param: Tensor, rank: int = 4) -> Preconditioner:
     Kernels get `Spatial`, which for a 1×1 kernel is one learned rate for the layer; matrices get `LowRank`;
     biases and the scales of norms get `Identity`. The evidence: docs/concepts.md.
     """
-    if param.dim() >= 3:
+    if param.dim() >= 3 and param.numel():
         return Spatial()
-    if param.dim() == 2:
+    if param.dim() == 2 and param.numel():
         return LowRank(min(rank, inputs(param)))
     return Identity()
 
@@ -42,7 +41,8 @@ def by_layer(module: nn.Module) -> dict[Tensor, Preconditioner]:
 
 
 def _convolves(layer: nn.Module) -> bool:
-    return isinstance(layer, _ConvNd)
+    transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+    return isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d | transposed)
 
 
 def assign(

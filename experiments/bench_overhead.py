@@ -1,0 +1,254 @@
+"""What FOP adds to the time of a training step: over the optimizer that it steers, and against others."""
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Literal, NamedTuple
+from unittest.mock import patch
+
+import torch
+from matplotlib.figure import Figure
+
+from experiments import models, run
+from experiments.overheads import (
+    CLOCKS,
+    PEERS,
+    PERIOD,
+    WARMUP,
+    Memory,
+    Net,
+    Overhead,
+    Times,
+    measure,
+    memory_of,
+    overheads,
+)
+from experiments.unrolls import CLASSES
+from metafop.tensorboard import Logger
+
+Name = Literal["mlp", "cnn9_16_32", "cnn9_96_192", "resnet18"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Times the step of FOP, of the SGD that it steers, and of other optimizers, all in one process.
+
+    A step's time is the median over periods of the mean over each: ten steps for an optimizer that does some
+    of its work at every tenth, otherwise one. On mlp and cnn9_16_32 each takes ten steps in its turn. On
+    cnn9_96_192 and resnet18, whose steps take seconds, it takes one, and SOAP and Shampoo take ten in all.
+    The first two rounds warm up, and do not count.
+    """
+
+    nets: tuple[Name, ...] = ("mlp", "cnn9_16_32", "cnn9_96_192", "resnet18")
+    repeats: int = 30  # rounds of mlp and cnn9_16_32, of ten steps each
+    periods: int = 2  # tens of rounds of cnn9_96_192 and resnet18, of one step each
+    batch: int = 128  # examples in a batch
+    scale: float = 1.0  # of the channels of the conv nets, and of the 784 inputs of mlp
+    peers: bool = True  # measure other optimizers too
+    memory: bool = True  # measure memory too, in a process for each optimizer
+    clock: Literal["wall", "cpu"] = "wall"  # "cpu" leaves out waiting for a busy machine; for one thread only
+    threads: int = 1  # threads that torch may use
+    seed: int = 0
+    out: Path = Path("runs/bench-overhead")  # folder for summary.json, config.json, the tables and the figure
+
+
+class Result(NamedTuple):
+    """What was found of each optimizer on a net."""
+
+    times: dict[str, Times]
+    overhead: dict[str, Overhead]
+    memory: dict[str, Memory]
+    cpu_share: float  # time on a processor, over the time that passed: below 1 if others took the machine
+
+
+COLORS = {
+    **dict.fromkeys(("fop", "rank4"), "#0072b2"),
+    "rank64": "#56b4e9",
+    "rank4_every_step": "#004166",
+    "rank64_every_step": "#8ab6d6",
+    "paper": "#009e73",
+    "adam": "#999999",
+    "muon": "#f0e442",
+    "soap": "#e69f00",
+    "shampoo_every_10th": "#d55e00",
+    "shampoo": "#a63d00",
+}
+CANNOT = {"muon": "takes matrices only"}  # why a method is missing on nets that convolve
+
+
+def main(config: Config) -> None:
+    if config.peers and find_spec("pytorch_optimizer") is None:
+        sys.exit(
+            "bench-overhead compares with pytorch_optimizer, not installed here. "
+            'Run: pip install "metafop[peers]", or pass --no-peers.'
+        )
+    if config.repeats < 2 or config.periods < 1:
+        sys.exit(
+            "bench-overhead takes --repeats of 2 or more, for intervals, and --periods of 1 or more, "
+            f"got {config.repeats} and {config.periods}."
+        )
+    generator = run.begin(config)
+    torch.manual_seed(config.seed)  # nn.Module draws its first weights from the global generator
+    chosen = {name: net for name, net in nets(config).items() if name in config.nets}
+    results: dict[str, Result] = {}
+    ticks = sum(WARMUP + net.rounds + config.memory * len(net.methods) for net in chosen.values())
+    with run.progress(ticks) as tick:
+        for name, net in chosen.items():
+            begin = time.perf_counter(), time.process_time()
+            times = measure(net, config.batch, CLOCKS[config.clock], generator, partial(tick, name))
+            share = (time.process_time() - begin[1]) / (time.perf_counter() - begin[0])
+            memory = memories(net, partial(tick, f"{name}, memory")) if config.memory else {}
+            results[name] = Result(times, overheads(net, times, generator), memory, share)
+    figures = summary(config, results)
+    for name, result in results.items():
+        show(config, name, result)
+    draw(config, results)
+    log(config, results, figures)
+    run.finish(config.out, figures)
+
+
+def nets(config: Config) -> dict[str, Net]:
+    """Return the nets. On mlp "fop" is "rank4"; on resnet18 the last layer, a matrix, gives it a period."""
+    peers = PEERS if config.peers else ()
+    ranks = ("rank4", "rank64", "rank4_every_step", "rank64_every_step")
+    on_mlp, on_conv = ("sgd", *ranks, "paper", *peers), ("sgd", "fop", "paper", *peers)
+    on_conv = tuple(method for method in on_conv if method not in CANNOT)
+    periodic = ("rank4", "rank64", "soap", "shampoo_every_10th")
+
+    def scaled(width: int) -> int:
+        return max(round(config.scale * width), 1)
+
+    mlp = partial(models.mlp, scaled(784), 100, 100, 100, CLASSES)
+    small = partial(models.all_conv, scaled(16), scaled(32))
+    large = partial(models.all_conv, scaled(96), scaled(192))
+    resnet, image = partial(models.resnet18, scaled(64)), (3, 32, 32)
+    often = {"turn": PERIOD, "rounds": config.repeats, "few": config.repeats}
+    seldom = {"turn": 1, "rounds": config.periods * PERIOD, "few": PERIOD}
+    return {
+        "mlp": Net(mlp, (scaled(784),), on_mlp, periodic, **often),
+        "cnn9_16_32": Net(small, image, on_conv, periodic, **often),
+        "cnn9_96_192": Net(large, image, on_conv, periodic, **seldom),
+        "resnet18": Net(resnet, image, on_conv, ("fop", *periodic), **seldom),
+    }
+
+
+def memories(net: Net, tick: Callable[[], None]) -> dict[str, Memory]:
+    """Return the memory of each optimizer, found in a process of its own in which nothing was held before."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["experiments.overheads"])
+    found = {}
+    with patch.dict(os.environ, KINETO_LOG_LEVEL="99"):  # torch's profiler be silent
+        for method in net.methods:
+            with ProcessPoolExecutor(1, mp_context=context) as pool:
+                found[method] = pool.submit(memory_of, net, method).result()
+            tick()
+    return found
+
+
+def key(name: str, method: str) -> str:
+    return name if method == "fop" else f"{name}_{method}"
+
+
+def summary(config: Config, results: dict[str, Result]) -> dict[str, run.Figure]:
+    """Return the headlines, None where not measured, then every figure of every optimizer on every net."""
+    rest: dict[str, run.Figure] = {}
+    for name, result in results.items():
+        memory = result.memory
+        rest[f"{name}_cpu_share"] = round(result.cpu_share, 4)
+        rest[f"{name}_forward_backward_ms"] = round(1e3 * passes(result), 4)
+        for method, found in result.overhead.items():
+            rest[f"{name}_{method}_step_ms"] = round(1e3 * found.seconds, 4)
+            if method != "sgd":
+                rest[f"{key(name, method)}_overhead_percent"] = round(found.percent, 4)
+                rest[f"{key(name, method)}_overhead_percent_low"] = round(found.low, 4)
+                rest[f"{key(name, method)}_overhead_percent_high"] = round(found.high, 4)
+        for method in [method for method in memory if method != "sgd"]:
+            rest[f"{key(name, method)}_extra_memory_over_base"] = extra(memory, method, "state")
+            rest[f"{key(name, method)}_extra_held_over_base"] = extra(memory, method, "held")
+            rest[f"{key(name, method)}_extra_peak_over_base"] = extra(memory, method, "peak")
+        if config.peers and name != "mlp":
+            rest |= {f"{key(name, method)}_overhead_percent": None for method in CANNOT}
+    if "mlp_rank4_extra_memory_over_base" in rest:
+        rest["mlp_extra_memory_over_base"] = rest["mlp_rank4_extra_memory_over_base"]
+    headlines = ["cnn9_16_32", "cnn9_96_192", "mlp_rank4", "mlp_rank64"]
+    figures = {f"{name}_overhead_percent": rest.get(f"{name}_overhead_percent") for name in headlines}
+    small = results["cnn9_16_32"].overhead if "cnn9_16_32" in results else {}
+    soap = small["fop"].percent / small["soap"].percent if "soap" in small else None
+    figures["cnn9_overhead_vs_soap"] = None if soap is None else round(soap, 4)
+    figures["extra_memory_over_base"] = rest.get("cnn9_16_32_extra_memory_over_base")
+    return figures | rest
+
+
+def passes(result: Result) -> float:
+    """Return the seconds of forward and backward."""
+    return median(t for times in result.times.values() for t in times.passes)
+
+
+def extra(memory: dict[str, Memory], method: str, what: Literal["state", "held", "peak"]) -> float:
+    """Return how much more there is than with SGD, over the size of the parameters."""
+    more = getattr(memory[method], what) - getattr(memory["sgd"], what)
+    return round(more / memory["sgd"].params, 4)
+
+
+def show(config: Config, name: str, result: Result) -> None:
+    columns = ["optimizer", "step ms", "over %", "from", "to", "steps"]
+    columns += ["state", "held", "peak"] if result.memory else []
+    rows = []
+    for method, found in result.overhead.items():
+        row = [method.replace("_", " "), f"{1e3 * found.seconds:.3f}"]
+        row += [f"{x:.{3 if abs(x) < 10 else 1}f}" for x in (found.percent, found.low, found.high)]
+        row.append(str(len(result.times[method].steps)))
+        if result.memory:
+            row += [f"{extra(result.memory, method, what):.3f}" for what in ("state", "held", "peak")]
+        rows.append(row)
+    title = (
+        f"{name}: forward and backward take {1e3 * passes(result):.2f} ms. Over: extra time, in percent of a "
+        "step with SGD, and its 95 % interval. Beyond SGD's, in sizes of the parameters: the optimizer's "
+        "state; all that is held between steps; the peak. "
+        f"The process had a processor for {100 * result.cpu_share:.0f} % of the time"
+    )
+    if config.peers and name != "mlp":
+        rows += [[method, *["none"] * (len(columns) - 1)] for method in CANNOT]
+        title += "".join(f". {method} {why}" for method, why in CANNOT.items())
+    run.show(config.out, title, columns, rows)
+
+
+def draw(config: Config, results: dict[str, Result]) -> None:
+    """Draw each overhead with its interval; one that is not above zero has no bar on a logarithmic axis."""
+    figure = Figure(figsize=(4.2 * len(results), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(results), squeeze=False)[0]
+    for axes, (name, result) in zip(panels, results.items(), strict=True):
+        found = {method: o for method, o in reversed(result.overhead.items()) if method != "sgd"}
+        least = 0.5 * min([o.percent for o in found.values() if o.percent > 0], default=1.0)
+        most = max(least, *(o.high for o in found.values()))
+        for i, (method, o) in enumerate(found.items()):
+            label = f"{o.percent:.2g}" if abs(o.percent) < 10 else f"{o.percent:.0f}"
+            if o.percent > 0:
+                axes.barh(i, o.percent - least, left=least, color=COLORS[method])
+                axes.hlines(i, max(o.low, least), max(o.high, least), color="black", linewidth=1)
+            axes.text(1.15 * max(o.percent, o.high, least), i, label, va="center", fontsize=8)
+        axes.set_xscale("log")
+        axes.set_xlim(least, 8 * most)
+        axes.set_yticks(range(len(found)), [method.replace("_", " ") for method in found])
+        axes.set_xlabel("extra time per step (% of SGD's)")
+        axes.set_title(name)
+    panels[0].set_ylabel("optimizer")
+    figure.savefig(config.out / "overhead.png", dpi=150)
+
+
+def log(config: Config, results: dict[str, Result], figures: dict[str, run.Figure]) -> None:
+    with Logger(config.out) as logger:
+        for name, result in results.items():
+            for method, times in result.times.items():
+                for i, took in enumerate(times.steps):
+                    logger.info(i, {f"{name}/{method}": torch.tensor(took)})
+        settings = asdict(config) | {"nets": " ".join(config.nets)}
+        logger.hyperparameters(settings, {k: v for k, v in figures.items() if isinstance(v, float)})
