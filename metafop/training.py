@@ -109,7 +109,7 @@ class Training:
         """Return P(m) g for each parameter."""
         families = {k: self._family(k) for k in grads}
         factors = stacks.factors(families, precond, grads)
-        return {k: stacks.turn(families[k], factors[k], g) for k, g in grads.items()}
+        return {k: stacks.turner(families[k])(factors[k], g) for k, g in grads.items()}
 
     def init_memory(self, carry: Carry) -> Tree:
         return self.optimizer.init_memory(carry.params)

@@ -177,18 +177,21 @@ class FOP(Optimizer):
         works, done = self._works(), False
         try:
             for work in works:
-                steering.steer(self._learner.mover, work)
+                if work.learned:
+                    steering.steer(self._learner.mover, work)
                 self._learner.turn(work)
-                steering.hold(work)
+                if work.learned:
+                    steering.hold(work)
             self._step_base(works)
             done = True
         finally:
-            if not done:
-                for work in works:
+            for work in works:
+                if done:
+                    self._learner.remember(work)
+                    work.write()
+                else:
                     self._learner.undo(work)
-        for work in works:
-            self._learner.remember(work)
-            work.write()
+                work.clear()
 
     def _step_base(self, works: list[Work]) -> None:
         """Let the base step along the preconditioned gradients: lent to it, for `p.grad` is the user's."""

@@ -14,7 +14,7 @@ from metafop.optim import bases
 from metafop.optim.moves import Leaf, Mover, Steered
 from metafop.optim.plans import m_of, start
 from metafop.optim.work import Item, Work, wide
-from metafop.optimizers import SGD, Adam, Momentum
+from metafop.optimizers import SGD, Adam
 from metafop.preconditioners import stacks
 from metafop.types import Params
 
@@ -27,24 +27,25 @@ class Learner:
 
     def turn(self, work: Work) -> None:
         """Learn from the last step, and precondition the gradients of this one."""
-        group, time, moves = work.group, work.group["fop_steps"], work.moves
-        due = []
+        group, time, moves, needs = work.group, work.group["fop_steps"], work.moves, work.needs
+        due, recorded = [], []
         for item in work.turning:
             if item.m is None:
                 self._begin(item)
-            self._prepare(work, item)
+            if item.needs != needs:
+                self._prepare(work, item)
             every = group["interval"] or item.plan.patience
             if moves and time % every == 0 and item.own("taken"):
                 due.append(item)
             if moves and (time + 1) % every == 0:
-                item.before = item.param
+                recorded.append(item)
         if group["order"] == "paper":  # take this step with the old m
             self._precondition(work.turning)
             self._learn(work, due)
         else:
             self._learn(work, due)
             self._precondition(work.turning)
-        self._hold(work, [item for item in work.turning if item.before is not None])
+        self._hold(work, recorded)
 
     def undo(self, work: Work) -> None:
         """Put back what was learned in this step, and forget what was made of it."""
@@ -55,22 +56,27 @@ class Learner:
 
     def remember(self, work: Work) -> None:
         """Keep what the next step needs to know of this one."""
-        recorded = [item for item in work.turning if item.before is not None]
         if work.velocity and work.turning:
             self._credit(work)
+        recorded = [item for item in work.turning if item.before is not None]
         if recorded:
-            moved = [wide(item.before) for item in recorded if item.before is not None]
-            torch._foreach_sub_(moved, [wide(item.param) for item in recorded])
-            for item, size in zip(recorded, torch._foreach_norm(moved), strict=True):
-                item.keep("moved", size)
-                if not work.velocity:
-                    item.keep("credit", wide(bases.signed(work.group, item.grad)).clone())
-        lr = work.lr.clone() if isinstance(work.lr, Tensor) else work.lr
+            self._record(work, recorded)
         for item in work.turning:
-            item.keep("taken", int(item.before is not None))
-            if item.before is not None:
-                item.keep("lr", lr)
+            if item.before is None and item.own("taken"):
+                item.keep("taken", 0)
         work.pending["fop_steps"] = work.group["fop_steps"] + 1
+
+    def _record(self, work: Work, recorded: list[Item]) -> None:
+        """Keep what is to be learned from this step."""
+        moved = [wide(item.before) for item in recorded if item.before is not None]
+        torch._foreach_sub_(moved, [wide(item.param) for item in recorded])
+        lr = work.lr.clone() if isinstance(work.lr, Tensor) else work.lr
+        for item, size in zip(recorded, torch._foreach_norm(moved), strict=True):
+            item.keep("moved", size)
+            item.keep("taken", 1)
+            item.keep("lr", lr)
+            if not work.velocity:
+                item.keep("credit", wide(bases.signed(work.group, item.grad)).clone())
 
     def _begin(self, item: Item) -> None:
         """Take up a parameter, at its first step or from a state that was loaded."""
@@ -98,15 +104,14 @@ class Learner:
 
         After it they are all there, for a state that is to be loaded has to have a place for everything.
         """
-        apart = not work.velocity or _is_apart(work.known)
-        needed = {"memory": work.velocity, "credit": apart, "direction": _is_through_moments(work)}
-        missing = [name for name, is_needed in needed.items() if is_needed and item.own(name) is None]
-        for name in missing:
-            item.keep("taken", 0)
-            item.keep(name, torch.zeros_like(wide(item.grad), memory_format=torch.contiguous_format))
-        if "direction" in missing:
+        for name in work.needs:
+            if item.own(name) is None:
+                item.keep("taken", 0)
+                item.keep(name, torch.zeros_like(wide(item.grad), memory_format=torch.contiguous_format))
+        if work.through_moments and item.own("held_time") is None:
             for name, x in bases.held(work.known, item.param, {}).items():
                 item.keep(f"held_{name}", x)
+        item.needs = work.needs
 
     def _precondition(self, turning: list[Item]) -> None:
         """Give each gradient its P g."""
@@ -120,7 +125,7 @@ class Learner:
             for k, item in fresh.items():
                 item.factor = made[k]
         for item in turning:
-            item.turned = stacks.turn(item.plan.family, item.factor, item.grad)
+            item.turned = item.turn(item.factor, item.grad)
 
     def _learn(self, work: Work, due: list[Item]) -> None:
         """Move the m of each parameter by what its last step teaches."""
@@ -187,7 +192,7 @@ class Learner:
         copies = torch._foreach_mul([item.param for item in recorded], 1.0)
         for item, copy in zip(recorded, copies, strict=True):
             item.before = copy
-            if _is_through_moments(work) and item.turned is not None:
+            if work.through_moments and item.turned is not None:
                 for name, x in bases.held(work.known, item.param, item.state).items():
                     item.keep(f"held_{name}", x.clone())
                 seen = bases.direction(work.known, work.group, item.turned, item.param)
@@ -195,14 +200,14 @@ class Learner:
 
     def _credit(self, work: Work) -> None:
         """Bring up to date what the base's movement is made of."""
-        grads = work.signed(work.turning)
-        memory = {item.key: item.own("memory") for item in work.turning}
-        if not _is_apart(work.known):  # a heavy ball: u' = g + decay u, as in `Momentum.credit`, but in place
+        if not work.apart:  # a heavy ball: u' = g + decay u, as in `Momentum.credit`, but in place
             decay = float(work.steered.get("momentum", work.group["momentum"]))
             for item in work.turning:
-                u = memory[item.key]
-                torch.add(grads[item.key], u, alpha=decay, out=u)
+                u = item.own("memory")
+                torch.add(wide(bases.signed(work.group, item.grad)), u, alpha=decay, out=u)
             return
+        grads = work.signed(work.turning)
+        memory = {item.key: item.own("memory") for item in work.turning}
         hyper = work.hyper(work.lr, grads[work.turning[0].key].dtype)
         credit, after = work.known.credit(hyper, memory, grads)  # pyright: ignore
         for item in work.turning:
@@ -218,12 +223,3 @@ def _times(item: Item) -> list[Tensor]:
 def _credited(item: Item) -> Tensor:
     credit = item.own("credit")
     return item.own("memory") if credit is None else credit
-
-
-def _is_apart(known: bases.Known | None) -> bool:
-    """Whether credit is another tensor than its memory: it is the same for a heavy ball alone."""
-    return not isinstance(known, Momentum) or known.nesterov
-
-
-def _is_through_moments(work: Work) -> bool:
-    return isinstance(work.known, Adam) and not work.velocity

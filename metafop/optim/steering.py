@@ -19,9 +19,9 @@ _FIELDS = {"lr": "lr", "momentum": "decay"}  # what the pure optimizers call the
 
 def steer(mover: Mover, work: Work) -> None:
     """Learn from the last step, and set what the base is to step with: x(z(x) + offset) (docs/math.md, 9)."""
-    names = [name for name in work.group["learn"] if name != "precond"]
-    if not names:
-        return
+    names = work.learned
+    for item in work.items:
+        item.find()
     for name in names:
         if PREFIX + name not in work.group:
             offset = torch.zeros((), dtype=wide(work.items[0].param).dtype)
@@ -45,9 +45,8 @@ def steer(mover: Mover, work: Work) -> None:
 def hold(work: Work) -> None:
     """Keep the directions that are about to be taken."""
     for item in work.items:
-        if item.own("steered") is not None:
-            taken = item.grad if item.turned is None else item.turned
-            item.keep("direction", wide(bases.direction(work.known, work.group, taken, item.param)).clone())
+        taken = item.grad if item.turned is None else item.turned
+        item.keep("direction", wide(bases.direction(work.known, work.group, taken, item.param)).clone())
 
 
 def _set(work: Work, names: list[str]) -> None:

@@ -34,9 +34,9 @@ def factors(families: Mapping[str, Preconditioner], precond: Mapping[str, Tree],
     return result
 
 
-def turn(family: Preconditioner, factor: Any, grad: Tensor) -> Tensor:
-    """Return P g."""
-    return family.turn(factor, grad) if type(family) in _GRAM else family.apply(factor, grad)  # pyright: ignore
+def turner(family: Preconditioner) -> Callable[[Any, Tensor], Tensor]:
+    """Return the function of a factor and g that gives P g."""
+    return family.turn if type(family) in _GRAM else family.apply  # pyright: ignore
 
 
 def pullbacks(
