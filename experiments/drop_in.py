@@ -44,6 +44,7 @@ class Config:
     seeds: int = 5  # networks, and orders of the images
     lr: float = 0.05  # learning rate of every method; a tenth of it after 70 % of the steps
     meta_lr: float | None = None  # learning rate of M of "fop"; if None, the preset's
+    interval: int | None = None  # steps for each that "fop" learns from; if None, the preset's
     batch: int = 128  # images in a batch
     narrow: int = 16  # channels of the first three layers
     wide: int = 32  # channels of the layers after
@@ -79,7 +80,9 @@ METHODS = {
         "momentum", "black", lambda model, c: SGD(model.parameters(), lr=c.lr, momentum=MOMENTUM)
     ),
     "fop": Method(
-        "FOP", "C0", lambda model, c: FOP(model, SGD, meta_lr=c.meta_lr, lr=c.lr, momentum=MOMENTUM)
+        "FOP",
+        "C0",
+        lambda model, c: FOP(model, SGD, meta_lr=c.meta_lr, interval=c.interval, lr=c.lr, momentum=MOMENTUM),
     ),
     "paper": Method(
         "FOP, paper", "C1", lambda model, c: FOP(model, SGD, preset="paper", lr=c.lr, momentum=MOMENTUM)

@@ -174,7 +174,7 @@ class FOP(Optimizer):
         self._base.__setstate__({"state": self.state, "param_groups": self.param_groups})
 
     def _step(self) -> None:
-        works, done = self._works(), False
+        works, done = [work for work in self._works if work.take()], False
         try:
             for work in works:
                 if work.learned:
@@ -212,20 +212,15 @@ class FOP(Optimizer):
             for group, old in settings:
                 group.update(old)
 
-    def _works(self) -> list[Work]:
-        """Return the parameters that have gradients, by group."""
-        works = []
-        for group, crew in zip(self.param_groups, self._crews, strict=True):
-            items = [item for item in crew if item.take(item.param.grad)]
-            if items:
-                works.append(Work(type(self._base), group, items))
-        return works
-
     def _forget(self) -> None:
         """Forget what was made of the plans and the state: either may have changed."""
         keys = map(str, count())
-        self._crews = [
-            [Item(next(keys), p, self._plans[p], self.state) for p in group["params"]]
+        self._works = [
+            Work(
+                type(self._base),
+                group,
+                [Item(next(keys), p, self._plans[p], self.state) for p in group["params"]],
+            )
             for group in self.param_groups
         ]
 

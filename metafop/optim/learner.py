@@ -27,9 +27,13 @@ class Learner:
 
     def turn(self, work: Work) -> None:
         """Learn from the last step, and precondition the gradients of this one."""
+        if not work.is_busy():
+            self._precondition(work.turning)
+            return
         group, time, moves, needs = work.group, work.group["fop_steps"], work.moves, work.needs
         due, recorded = [], []
         for item in work.turning:
+            item.find()
             if item.m is None:
                 self._begin(item)
             if item.needs != needs:
@@ -46,11 +50,13 @@ class Learner:
             self._learn(work, due)
             self._precondition(work.turning)
         self._hold(work, recorded)
+        work.ready = True
 
     def undo(self, work: Work) -> None:
         """Put back what was learned in this step, and forget what was made of it."""
         for where, old in work.undo:
             torch._foreach_copy_(where, old)
+        work.ready = False
         for item in work.turning:
             item.m = item.factor = None
 
@@ -58,22 +64,21 @@ class Learner:
         """Keep what the next step needs to know of this one."""
         if work.velocity and work.turning:
             self._credit(work)
-        recorded = [item for item in work.turning if item.before is not None]
-        if recorded:
-            self._record(work, recorded)
-        for item in work.turning:
-            if item.before is None and item.own("taken"):
-                item.keep("taken", 0)
+        if work.is_busy():
+            self._record(work, [item for item in work.turning if item.before is not None])
+            for item in work.turning:
+                item.keep("taken", int(item.before is not None))
         work.pending["fop_steps"] = work.group["fop_steps"] + 1
 
     def _record(self, work: Work, recorded: list[Item]) -> None:
         """Keep what is to be learned from this step."""
+        if not recorded:
+            return
         moved = [wide(item.before) for item in recorded if item.before is not None]
         torch._foreach_sub_(moved, [wide(item.param) for item in recorded])
         lr = work.lr.clone() if isinstance(work.lr, Tensor) else work.lr
         for item, size in zip(recorded, torch._foreach_norm(moved), strict=True):
             item.keep("moved", size)
-            item.keep("taken", 1)
             item.keep("lr", lr)
             if not work.velocity:
                 item.keep("credit", wide(bases.signed(work.group, item.grad)).clone())

@@ -37,25 +37,16 @@ class Item:
         self.before: Tensor | None = None  # the parameter before the step, if the next may learn from it
         self.entries: dict[str, Any] = {}  # what is to be written into the state
 
-    def take(self, grad: Tensor | None) -> bool:
-        """Take up the step at hand, and return whether there is a gradient for it."""
-        if grad is None:
-            return False
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"FOP takes dense gradients, got a {grad.layout} one for {self.plan.name!r}. "
-                "Make the layer's gradients dense, for example by nn.Embedding(sparse=False)."
-            )
-        self.grad = grad
-        if self.plan.shapes:
-            self.find()
-        return True
+    def is_known(self) -> bool:
+        """Return whether the state is the one that m was made of: the user may change it."""
+        state = self._states.get(self.param, _NOT_YET)
+        return state is self.state and state.get(_FIRST) is self.made_of
 
     def find(self) -> None:
-        """Look up the state, and forget what was made of another: the user may change it."""
-        state = self._states.get(self.param, _NOT_YET)
-        if state is not self.state or state.get(_FIRST) is not self.made_of:
-            self.state, self.m, self.factor, self.made_of, self.needs = state, None, None, None, ()
+        """Look up the state, and forget what was made of another."""
+        if not self.is_known():
+            self.state, self.made_of = self._states.get(self.param, _NOT_YET), None
+            self.m, self.factor, self.needs = None, None, ()
 
     def own(self, name: str) -> Any:
         """Return an entry of FOP's, or None."""
@@ -72,20 +63,59 @@ class Item:
 
 
 class Work:
-    """The parameters of a group that have a gradient, and what is known about their step."""
+    """The parameters of a group: those that have a gradient, and what is known about their step."""
 
-    def __init__(self, base: type, group: dict[str, Any], items: list[Item]) -> None:
-        self.group, self.items = group, items
-        self.learned = [name for name in group["learn"] if name != "precond"]  # settings, that is
-        self.steered: dict[str, Any] = {}  # what they are in this step
+    def __init__(self, base: type, group: dict[str, Any], crew: list[Item]) -> None:
+        self._base, self.group, self._crew = base, group, crew
+        self._kind: Any = None
+        self.ready = False  # whether all that turns has what it needs, from the step before
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of the step at hand."""
+        self.steered: dict[str, Any] = {}  # settings that are learned, as they are in this step
         self.pending: dict[str, Any] = {}  # what is to be written into the group
         self.undo: list[tuple[list[Tensor], list[Tensor]]] = []
-        self.known = bases.described(base, group)
-        self.turning = [item for item in items if item.plan.shapes] if "precond" in group["learn"] else []
+        for item in self.items if self._kind else ():
+            item.clear()
+
+    def take(self) -> bool:
+        """Take up the step at hand, and return whether there are gradients for it."""
+        grads = [item.param.grad for item in self._crew]
+        known = bases.described(self._base, self.group)
+        kind = (known, self.group["credit"], self.group["learn"], [grad is None for grad in grads])
+        if kind != self._kind:
+            self._arrange(known, grads)
+            self._kind = kind
+        for item, grad in zip(self._crew, grads, strict=True):
+            if grad is not None:
+                item.grad = grad
+                if grad.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"FOP takes dense gradients, got a {grad.layout} one for {item.plan.name!r}. "
+                        "Make the layer's gradients dense, for example by nn.Embedding(sparse=False)."
+                    )
+        if not all(item.is_known() for item in self.turning):
+            self.ready = False
+        return bool(self.items)
+
+    def _arrange(self, known: bases.Known | None, grads: list[Tensor | None]) -> None:
+        """Sort out who has a gradient and how they are learned from."""
+        learn = self.group["learn"]
+        self.known, self.ready = known, False
+        self.items = [item for item, grad in zip(self._crew, grads, strict=True) if grad is not None]
+        self.turning = [item for item in self.items if item.plan.shapes] if "precond" in learn else []
+        self.learned = [name for name in learn if name != "precond"]  # settings, that is
         # Whether P is credited with more than the last gradient, and with a tensor that only credit needs.
-        self.velocity = group["credit"] == "velocity" and isinstance(self.known, Momentum | Adam)
-        self.apart = not self.velocity or not isinstance(self.known, Momentum) or self.known.nesterov
-        self.through_moments = isinstance(self.known, Adam) and not self.velocity
+        self.velocity = self.group["credit"] == "velocity" and isinstance(known, Momentum | Adam)
+        self.apart = not self.velocity or not isinstance(known, Momentum) or known.nesterov
+        self.through_moments = isinstance(known, Adam) and not self.velocity
+
+    def is_busy(self) -> bool:
+        """Return whether there is more to do in this step than to use what was learned."""
+        time, interval = self.group["fop_steps"], self.group["interval"]
+        periods = {interval} if interval else {item.plan.patience for item in self.turning}
+        return not self.ready or any(time % every == 0 or (time + 1) % every == 0 for every in periods)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -119,10 +149,6 @@ class Work:
         for item in self.items:
             if item.entries:
                 item.write()
-
-    def clear(self) -> None:
-        for item in self.items:
-            item.clear()
 
 
 def wide(x: Tensor) -> Tensor:
