@@ -116,12 +116,12 @@ def main(config: Config) -> None:
 
 
 def nets(config: Config) -> dict[str, Net]:
-    """Return the nets. On mlp "fop" is "rank4"; on resnet18 the last layer, a matrix, gives it a period."""
+    """Return the nets. On mlp "fop" is "rank4"."""
     peers = PEERS if config.peers else ()
     ranks = ("rank4", "rank64", "rank4_every_step", "rank64_every_step")
     on_mlp, on_conv = ("sgd", *ranks, "paper", *peers), ("sgd", "fop", "paper", *peers)
     on_conv = tuple(method for method in on_conv if method not in CANNOT)
-    periodic = ("rank4", "rank64", "soap", "shampoo_every_10th")
+    periodic = ("fop", "rank4", "rank64", "soap", "shampoo_every_10th")
 
     def scaled(width: int) -> int:
         return max(round(config.scale * width), 1)
@@ -136,7 +136,7 @@ def nets(config: Config) -> dict[str, Net]:
         "mlp": Net(mlp, (scaled(784),), on_mlp, periodic, **often),
         "cnn9_16_32": Net(small, image, on_conv, periodic, **often),
         "cnn9_96_192": Net(large, image, on_conv, periodic, **seldom),
-        "resnet18": Net(resnet, image, on_conv, ("fop", *periodic), **seldom),
+        "resnet18": Net(resnet, image, on_conv, periodic, **seldom),
     }
 
 

@@ -91,7 +91,7 @@ class Logger:
                 self._events.add_summary(image(f"P/{name}", picture(p), dataformats="CHW"), step)
 
     def watch(self, optimizer: Watched, every: int = 100) -> RemovableHandle:
-        """Write the diagnostics of a `metafop.optim.FOP` after its first step and then after each `every` more.
+        """Write the diagnostics of a `metafop.optim.FOP` after its first step, and after each `every` more.
 
         The step number is that of the optimizer since now. Call `remove()` of what is returned to stop.
         """

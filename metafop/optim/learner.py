@@ -30,26 +30,22 @@ class Learner:
         if not work.is_busy():
             self._precondition(work.turning)
             return
-        group, time, moves, needs = work.group, work.group["fop_steps"], work.moves, work.needs
-        due, recorded = [], []
+        needs = work.needs
         for item in work.turning:
             item.find()
             if item.m is None:
                 self._begin(item)
             if item.needs != needs:
                 self._prepare(work, item)
-            every = group["interval"] or item.plan.patience
-            if moves and time % every == 0 and item.own("taken"):
-                due.append(item)
-            if moves and (time + 1) % every == 0:
-                recorded.append(item)
-        if group["order"] == "paper":  # take this step with the old m
+        due = [item for item in work.turning if item.own("taken")] if work.moves and work.is_due(0) else []
+        if work.group["order"] == "paper":  # take this step with the old m
             self._precondition(work.turning)
             self._learn(work, due)
         else:
             self._learn(work, due)
             self._precondition(work.turning)
-        self._hold(work, recorded)
+        if work.moves and work.is_due(1):
+            self._hold(work)
         work.ready = True
 
     def undo(self, work: Work) -> None:
@@ -190,12 +186,12 @@ class Learner:
                 result |= work.known.pullback(*at)[1]
         return result
 
-    def _hold(self, work: Work, recorded: list[Item]) -> None:
+    def _hold(self, work: Work) -> None:
         """Keep what the next step needs to know of the time before this one."""
-        if not recorded:
+        if not work.turning:
             return
-        copies = torch._foreach_mul([item.param for item in recorded], 1.0)
-        for item, copy in zip(recorded, copies, strict=True):
+        copies = torch._foreach_mul([item.param for item in work.turning], 1.0)
+        for item, copy in zip(work.turning, copies, strict=True):
             item.before = copy
             if work.through_moments and item.turned is not None:
                 for name, x in bases.held(work.known, item.param, item.state).items():

@@ -7,7 +7,6 @@ import torch
 from torch import Generator, Tensor
 
 from metafop import tree
-from metafop.optim import choices
 from metafop.preconditioners import clocks
 from metafop.types import Preconditioner, Tree
 
@@ -24,7 +23,6 @@ class Plan(NamedTuple):
     structure: Tree  # of the numbers of its leaves
     shapes: tuple[torch.Size, ...]
     learned: tuple[bool, ...]
-    patience: int
     seed: int
 
 
@@ -42,9 +40,7 @@ def plan(param: Tensor, family: Preconditioner, name: str, seed: int) -> Plan:
     structure = tree.unflatten(list(range(len(leaves))), form)
     passing = clocks(m, "m")
     learned = tuple(leaf not in passing for leaf in tree.named(m, "m"))
-    return Plan(
-        name, family, structure, tuple(x.shape for x in leaves), learned, choices.patience(family), seed
-    )
+    return Plan(name, family, structure, tuple(x.shape for x in leaves), learned, seed)
 
 
 def start(param: Tensor, family: Preconditioner, seed: int) -> Tree:

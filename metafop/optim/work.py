@@ -113,9 +113,11 @@ class Work:
 
     def is_busy(self) -> bool:
         """Return whether there is more to do in this step than to use what was learned."""
-        time, interval = self.group["fop_steps"], self.group["interval"]
-        periods = {interval} if interval else {item.plan.patience for item in self.turning}
-        return not self.ready or any(time % every == 0 or (time + 1) % every == 0 for every in periods)
+        return not self.ready or self.is_due(0) or self.is_due(1)
+
+    def is_due(self, later: int) -> bool:
+        """Return whether the step so much later is one in which to learn from the one before it."""
+        return (self.group["fop_steps"] + later) % self.group["interval"] == 0
 
     @property
     def needs(self) -> tuple[str, ...]:

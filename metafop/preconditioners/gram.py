@@ -44,8 +44,13 @@ def product(m: Tensor, several: int) -> Tensor:
 def factor(m: Tensor, count: int) -> Factor:
     """Return what is less work for a gradient of `count` rows; it can serve many."""
     if not is_whole(m, count):
-        return Factor(m, False)
+        return half(m)
     return Factor(product(m, together(m.shape[-2], count)), True)
+
+
+def half(m: Tensor) -> Factor:
+    """Return M as a factor; one of few columns is stored column by column, which BLAS takes much faster."""
+    return Factor(m.mT.contiguous().mT if m.shape[-1] < _NARROW else m, False)
 
 
 def rows(m: Tensor, grad: Tensor) -> Tensor:
@@ -67,7 +72,7 @@ def back(x: Tensor, grad: Tensor) -> Tensor:
 def times(factor: Factor, g: Tensor) -> Tensor:
     """Return `G M Mᵀ`: each row g becomes M Mᵀ g."""
     p = factor.matrix
-    return g @ p if factor.whole else _tall(g, p) @ p.mT
+    return g @ p if factor.whole else (g @ p) @ p.mT
 
 
 def plus_times(factor: Factor, g: Tensor) -> Tensor:
@@ -75,7 +80,7 @@ def plus_times(factor: Factor, g: Tensor) -> Tensor:
     p = factor.matrix
     if p.dim() > 2:
         return g + times(factor, g)
-    return torch.addmm(g, g, p) if factor.whole else torch.addmm(g, _tall(g, p), p.mT)
+    return torch.addmm(g, g, p) if factor.whole else torch.addmm(g, g @ p, p.mT)
 
 
 def is_crossed(m: Tensor, count: int) -> bool:

@@ -28,7 +28,7 @@ def factors(families: Mapping[str, Preconditioner], precond: Mapping[str, Tree],
         if gram.is_whole(m, count):
             whole[name], several[name] = m, gram.together(m.shape[-2], count)
         else:
-            result[name] = gram.Factor(m, False)
+            result[name] = gram.half(m)
     for name, p in _together(gram.product, several, whole).items():
         result[name] = gram.Factor(p, True)
     return result
