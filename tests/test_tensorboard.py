@@ -25,6 +25,7 @@ from metafop import (
     diagnostics,
     functional,
 )
+from metafop.optim import FOP
 from metafop.preconditioners import KroneckerFactors
 from metafop.tensorboard import Logger, picture
 
@@ -191,3 +192,23 @@ def test_without_tensorboard_the_import_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "metafop.tensorboard")
     with pytest.raises(ImportError, match=r'not installed: pip install "metafop\[experiments\]"'):
         importlib.import_module("metafop.tensorboard")
+
+
+def test_an_optimizer_is_watched_until_the_handle_is_removed(tmp_path, generator):
+    weight = torch.nn.Parameter(torch.randn(3, 4, generator=generator))
+    optimizer = FOP([("w", weight)], lr=0.1, preconditioner=Dense(), interval=1)
+    with Logger(tmp_path) as logger:
+        handle = logger.watch(optimizer, every=2)
+        for step in range(7):
+            weight.grad = torch.randn(3, 4, generator=generator)
+            optimizer.step()
+            if step == 4:
+                handle.remove()
+    events = read(tmp_path)
+    written = scalar(events, "eigenvalue_max/w")
+    assert [step for step, _ in written] == [0, 2, 4]
+    assert written[0][1] == 1
+    assert written[-1][1] != 1
+    assert events.Tags()["images"] == ["P/w"]
+    with Logger(tmp_path / "other") as logger, pytest.raises(ValueError, match=r"every=0\. Pass 1 or more"):
+        logger.watch(optimizer, every=0)

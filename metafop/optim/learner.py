@@ -168,7 +168,7 @@ class Learner:
         lr = (
             lrs if len(set(lrs.values())) > 1 else lrs[due[0].key]
         )  # some may have had no gradient for a while
-        hyper = work.hyper(lr, cotangents[due[0].key].dtype)
+        hyper = work.last_hyper(lr, cotangents[due[0].key].dtype)
         if work.known is None:
             return SGD().toward_after(hyper, (), cotangents)
         if not isinstance(work.known, Adam):

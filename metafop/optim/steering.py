@@ -64,10 +64,9 @@ def _set(work: Work, names: list[str]) -> None:
 
 def _learn(mover: Mover, work: Work, names: list[str], taken: list[Item]) -> None:
     """Move the offsets by the derivative of the last step in log lr and logit momentum."""
-    used = {name: work.group[f"{PREFIX}{name}_used"] for name in names}
     cotangents = work.signed(taken)
     dtype = next(iter(cotangents.values())).dtype
-    hyper = bases.hyper(work.known, {**work.group, **used}, work.group[f"{PREFIX}lr_used"], dtype)
+    hyper = work.last_hyper(work.group[f"{PREFIX}lr_used"], dtype)
     derivatives = [_derivative(work, item, hyper, cotangents[item.key]) for item in taken]
     size = None
     if work.group["scale_free"]:

@@ -141,6 +141,11 @@ class Work:
         settings = {**self.group, **self.steered} if self.steered else self.group
         return bases.hyper(self.known, settings, lr, dtype)
 
+    def last_hyper(self, lr: Any, dtype: torch.dtype) -> Any:
+        """Return the settings of the last step, as those that are learned were then."""
+        used = {name: self.group[f"{PREFIX}{name}_used"] for name in self.learned if name != "lr"}
+        return bases.hyper(self.known, {**self.group, **used} if used else self.group, lr, dtype)
+
     def signed(self, items: list[Item]) -> Params:
         """Return the gradients of what is minimized."""
         return {item.key: wide(bases.signed(self.group, item.grad)) for item in items}
