@@ -105,6 +105,8 @@ class Logger:
                 training, meta, grads = optimizer.inspect()
                 if grads:
                     self.diagnostics(step, training, meta, grads)
+                else:
+                    self.info(step, diagnostics.hyper(meta))
 
         return optimizer.register_step_post_hook(write)
 

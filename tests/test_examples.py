@@ -37,7 +37,7 @@ def single_precision():
 def test_lightning_trains_with_fop_and_resumes_it_from_its_checkpoint(tmp_path):
     pytest.importorskip("lightning")
     example = load("with_lightning")
-    trainer = example.main(str(tmp_path), epochs=3)
+    trainer = example.main(str(tmp_path), epochs=8)
     metrics = trainer.callback_metrics
     assert metrics["loss"] < 2.3
     assert metrics["fop/eigenvalue_max/0.weight"] != 1

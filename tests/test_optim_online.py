@@ -48,10 +48,8 @@ def both(problem, setting, family, batches, meta_lrs=None, **settings):
     training = problem.training(setting.optimizer, family)
     meta = training.meta(problem.params, setting.hyper(), torch.Generator())
     meta = Meta(meta.hyper, meta.precond | ours[0][1])  # nothing has moved in the first step
-    learn = tuple(
-        {"lr": "hyper.lr", "momentum": "hyper.decay"}.get(name, name)
-        for name in settings.get("learn", ["precond"])
-    )
+    names = {"precond": "precond", "lr": "hyper.lr", "momentum": "hyper.decay"}
+    learn = tuple(names[name] for name in settings.get("learn", ["precond"]))
     online = Online(
         training,
         meta_optimizer,

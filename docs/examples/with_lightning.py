@@ -24,10 +24,10 @@ class Digits(lightning.LightningModule):
 
     def configure_optimizers(self):
         optimizer = FOP(self.net, torch.optim.SGD, lr=0.05, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 6)]
 
 
-def main(folder: str, epochs: int = 3) -> lightning.Trainer:
+def main(folder: str, epochs: int = 8) -> lightning.Trainer:
     generator = torch.Generator().manual_seed(0)
     images, labels = torch.randn(64, 1, 8, 8, generator=generator), torch.arange(64) % 10
     batches = DataLoader(TensorDataset(images, labels), batch_size=32)

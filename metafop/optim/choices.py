@@ -54,18 +54,28 @@ def families(
         return usual
     if preconditioner == "fop-norm":
         return [_normalized(family) for family in usual]
-    family = {"s-hd": Scalar(), "pp-hd": Diagonal()}.get(preconditioner, preconditioner)
-    if isinstance(family, type) or not isinstance(family, Preconditioner):
-        raise TypeError(
-            f"FOP takes as preconditioner one of {VARIANTS}, a family such as LowRank(8), or a dict of "
-            f"families by pattern of names, got {preconditioner!r}. Pass one of these."
-        )
-    return [family] * len(params)
+    if preconditioner in ("s-hd", "pp-hd"):
+        return [Scalar() if preconditioner == "s-hd" else Diagonal()] * len(params)
+    _check_family(preconditioner)
+    return [preconditioner] * len(params)
 
 
 def text(preconditioner: Any) -> str:
-    """Return a preconditioner as a word that any file can hold."""
-    return preconditioner if isinstance(preconditioner, str) else repr(preconditioner)
+    """Return a preconditioner as a word that any file can hold, and that is the same tomorrow."""
+    if isinstance(preconditioner, Mapping):
+        return str({pattern: text(family) for pattern, family in preconditioner.items()})
+    if isinstance(preconditioner, str) or type(preconditioner).__repr__ is not object.__repr__:
+        return str(preconditioner)
+    return type(preconditioner).__qualname__
+
+
+def check_patterns(preconditioner: Any, names: list[str]) -> None:
+    """Refuse patterns that fit nothing: a slip, most likely."""
+    for pattern in preconditioner if isinstance(preconditioner, Mapping) else ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"The pattern {pattern!r} fits none of the parameters {sorted(names)}. Correct or drop it."
+            )
 
 
 def check_class(optimizer_class: Any) -> None:
@@ -81,8 +91,22 @@ def check_class(optimizer_class: Any) -> None:
         )
 
 
+def check_meta_optimizer(optimizer: Any) -> None:
+    pure = optimizer is None or (hasattr(optimizer, "init_memory") and hasattr(optimizer, "hyper"))
+    if not pure or isinstance(optimizer, type):
+        raise TypeError(
+            f"FOP takes as meta_optimizer a pure one, such as metafop.Adam(), got {optimizer!r}. "
+            "Pass one of metafop's."
+        )
+
+
 def check_group(optimizer_class: type, group: Mapping[str, Any]) -> None:
     """Refuse settings of a group that mean nothing."""
+    if "lr" not in group:
+        raise ValueError(
+            f"FOP needs a base with an lr to take derivatives, got {optimizer_class.__name__} without one. "
+            "Pass another optimizer."
+        )
     for name, options in (("order", get_args(Order)), ("credit", get_args(Credit))):
         if group[name] not in options:
             raise ValueError(f"FOP takes {name} as one of {options}, got {group[name]!r}. Pass one of them.")
@@ -124,10 +148,20 @@ def _by_name(
             f"FOP got preconditioners for {list(rules)}, and parameters without names. "
             "Pass model.named_parameters(), or the model itself."
         )
+    for family in rules.values():
+        _check_family(family)
     return [
         next((family for pattern, family in rules.items() if fnmatchcase(name, pattern)), default)
         for name, default in zip(names, usual, strict=True)
     ]
+
+
+def _check_family(family: Any) -> None:
+    if isinstance(family, type) or not isinstance(family, Preconditioner):
+        raise TypeError(
+            f"FOP takes as preconditioner one of {VARIANTS}, a family such as LowRank(8), or a dict of "
+            f"families by pattern of names, got {family!r}. Pass one of these."
+        )
 
 
 def _normalized(family: Preconditioner) -> Preconditioner:

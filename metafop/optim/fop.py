@@ -1,6 +1,7 @@
 """FOP: a `torch.optim.Optimizer` that learns, while it trains, how another one should be steered."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
@@ -8,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from metafop import checks, diagnostics
+from metafop import diagnostics
 from metafop.optim import choices, plans, steering
 from metafop.optim.learner import Learner
 from metafop.optim.moves import Steered
 from metafop.optim.work import Item, Work
-from metafop.optimizers import SGD, Adam, SGDHyper
+from metafop.optimizers import SGD, Adam
 from metafop.preconditioners import by_layer
 from metafop.training import Training
 from metafop.types import Meta, Params, Preconditioner
@@ -72,16 +73,17 @@ class FOP(Optimizer):
         self._layers: dict[Tensor, Preconditioner] = {}
         if isinstance(params, nn.Module):
             self._layers, params = by_layer(params), params.named_parameters()
-        checks.instance("FOP", "a meta-optimizer", meta_optimizer)
+        choices.check_meta_optimizer(meta_optimizer)
         self._learner = Learner(Adam() if meta_optimizer is None else meta_optimizer)
         self._plans: dict[Tensor, plans.Plan] = {}
         self._seed = seed
         self._base = optimizer_class(params, **settings)
         super().__init__(self._base.param_groups, self._base.defaults | asked)
+        choices.check_patterns(preconditioner, [plan.name for plan in self._plans.values()])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own; where they have none, those given at first hold."""
-        super().add_param_group(param_group)
+        super().add_param_group(dict(param_group))
         group = self.param_groups[-1]
         try:
             choices.check_group(type(self._base), group)
@@ -100,7 +102,10 @@ class FOP(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        # A closure, or the user, may have left autocast on: it would round the products with P.
+        device = self.param_groups[0]["params"][0].device.type
+        exact = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+        with torch.no_grad(), exact:
             if torch.compiler.is_compiling():
                 _uncompiled(self)  # pyright: ignore
             else:
@@ -118,9 +123,9 @@ class FOP(Optimizer):
         tensor(1.)
         """
         training, meta, grads = self.inspect()
-        return (
-            diagnostics.spectra(training, meta) if not grads else diagnostics.summary(training, meta, grads)
-        )
+        if not grads:
+            return diagnostics.hyper(meta) | diagnostics.spectra(training, meta)
+        return diagnostics.summary(training, meta, grads)
 
     def inspect(self) -> tuple[Training, Meta, Params]:
         """Return the families, their tensors and the gradients as the functional core has them, by name.
@@ -134,10 +139,10 @@ class FOP(Optimizer):
             if f"{plans.PREFIX}taken" in self.state.get(p, {})
         }
         precond = {name: plans.m_of(plan, self.state[p]) for name, (p, plan) in taken.items()}
-        lr = torch.as_tensor(self.param_groups[0]["lr"]).reshape(())
+        steers = {name: self._used(name) for name in ("lr", "momentum") if name in self.defaults}
         training = Training(_no_loss, SGD(), {name: plan.family for name, (_, plan) in taken.items()})
         grads = {name: p.grad.detach() for name, (p, _) in taken.items() if p.grad is not None}
-        meta = Meta(SGDHyper(lr, torch.zeros(())), precond)
+        meta = Meta(steers, precond)
         return training, meta, grads if len(grads) == len(taken) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -146,14 +151,19 @@ class FOP(Optimizer):
 
         def part(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             """Check all before anything changes, and take FOP's entries out: torch would round them."""
-            loaded, mine = plans.parted(loaded, self.param_groups, self._plans)
+            plans.check_groups(loaded["param_groups"], self.param_groups, self._base.defaults)
+            loaded, mine = plans.parted(loaded, self.param_groups, self._plans, self._learner.mover.init)
             own.update(mine)
             return loaded
 
         handle = self.register_load_state_dict_pre_hook(part)
-        self._loading = own
+        self._loading, before = own, (self.state, self.param_groups)
         try:
             super().load_state_dict(state_dict)
+        except Exception:
+            self.state, self.param_groups = before
+            self._forget()
+            raise
         finally:
             del self._loading
             handle.remove()
@@ -174,8 +184,12 @@ class FOP(Optimizer):
         self._base.__setstate__({"state": self.state, "param_groups": self.param_groups})
 
     def _step(self) -> None:
-        works, done = [work for work in self._works if work.take()], False
+        if not self._is_as_it_was():
+            self._forget()
+        works: list[Work] = []
+        done = False
         try:
+            works += [work for work in self._works if work.take()]
             for work in works:
                 if work.learned:
                     steering.steer(self._learner.mover, work)
@@ -191,6 +205,7 @@ class FOP(Optimizer):
                     work.write()
                 else:
                     self._learner.undo(work)
+            for work in self._works:
                 work.clear()
 
     def _step_base(self, works: list[Work]) -> None:
@@ -212,9 +227,23 @@ class FOP(Optimizer):
             for group, old in settings:
                 group.update(old)
 
+    def _is_as_it_was(self) -> bool:
+        """Return whether state and groups are those that the works were made of: users edit them by hand."""
+        return (
+            self.state is self._states
+            and len(self.param_groups) == len(self._works)
+            and all(map(Work.is_for, self._works, self.param_groups))
+        )
+
     def _forget(self) -> None:
         """Forget what was made of the plans and the state: either may have changed."""
-        keys = map(str, count())
+        for i, group in enumerate(self.param_groups):
+            if any(p not in self._plans for p in group["params"]):
+                raise RuntimeError(
+                    f"Group {i} holds a parameter that FOP was not given, and has no preconditioner for. "
+                    "Add parameters by add_param_group."
+                )
+        keys, self._states = map(str, count()), self.state
         self._works = [
             Work(
                 type(self._base),
@@ -227,11 +256,18 @@ class FOP(Optimizer):
     def _planned(self, group: dict[str, Any]) -> dict[Tensor, plans.Plan]:
         params, names = group["params"], group.get("param_names")
         chosen = choices.families(group["preconditioner"], params, names, self._layers)
-        first = len(self._plans)
-        return {
-            p: plans.plan(p, family, names[i] if names else str(first + i), self._seed + first + i)
-            for i, (p, family) in enumerate(zip(params, chosen, strict=True))
-        }
+        first, taken = len(self._plans), {plan.name for plan in self._plans.values()}
+        new = {}
+        for i, (p, family) in enumerate(zip(params, chosen, strict=True), start=first):
+            name = names[i - first] if names else str(i)
+            new[p] = plans.plan(p, family, f"{name}.{i}" if name in taken else name, self._seed + i)
+        return new
+
+    def _used(self, name: str) -> dict[str, Tensor]:
+        """Return a setting of each group, as learned, by the group's number."""
+        groups = enumerate(self.param_groups)
+        used = {str(i): group.get(f"{plans.PREFIX}{name}_used", group[name]) for i, group in groups}
+        return {i: torch.as_tensor(value).reshape(()) for i, value in used.items()}
 
 
 # Its state is numbers and tensors that change with each step: torch.compile would compile each anew.

@@ -34,19 +34,21 @@ class Learner:
         for item in work.turning:
             item.find()
             if item.m is None:
-                self._begin(item)
+                self._begin(work, item)
             if item.needs != needs:
                 self._prepare(work, item)
-        due = [item for item in work.turning if item.own("taken")] if work.moves and work.is_due(0) else []
+        due = [item for item in work.turning if item.own("taken")] if work.moves else []
         if work.group["order"] == "paper":  # take this step with the old m
             self._precondition(work.turning)
             self._learn(work, due)
         else:
             self._learn(work, due)
             self._precondition(work.turning)
-        if work.moves and work.is_due(1):
-            self._hold(work)
-        work.ready = True
+        for item in due:
+            item.next = work.next()
+            item.keep("next", item.next)
+        soon = work.group["fop_steps"] + 1
+        self._hold(work, [item for item in work.turning if work.moves and soon >= item.next])
 
     def undo(self, work: Work) -> None:
         """Put back what was learned in this step, and forget what was made of it."""
@@ -64,6 +66,7 @@ class Learner:
             self._record(work, [item for item in work.turning if item.before is not None])
             for item in work.turning:
                 item.keep("taken", int(item.before is not None))
+            work.rest()
         work.pending["fop_steps"] = work.group["fop_steps"] + 1
 
     def _record(self, work: Work, recorded: list[Item]) -> None:
@@ -79,10 +82,12 @@ class Learner:
             if not work.velocity:
                 item.keep("credit", wide(bases.signed(work.group, item.grad)).clone())
 
-    def _begin(self, item: Item) -> None:
+    def _begin(self, work: Work, item: Item) -> None:
         """Take up a parameter, at its first step or from a state that was loaded."""
         if item.own("taken") is None:
             self._start(item)
+            item.keep("next", work.next())
+        item.next = item.own("next")
         item.m = m_of(item.plan, {**item.state, **item.entries})
         item.leaves = [
             Leaf(leaf, [item.own(f"meta{i}_{j}") for j in range(self.mover.states)], item.own("updates"))
@@ -106,7 +111,7 @@ class Learner:
         After it they are all there, for a state that is to be loaded has to have a place for everything.
         """
         for name in work.needs:
-            if item.own(name) is None:
+            if item.own(name) is None or (item.needs and name not in item.needs):  # or it is out of date
                 item.keep("taken", 0)
                 item.keep(name, torch.zeros_like(wide(item.grad), memory_format=torch.contiguous_format))
         if work.through_moments and item.own("held_time") is None:
@@ -126,7 +131,12 @@ class Learner:
             for k, item in fresh.items():
                 item.factor = made[k]
         for item in turning:
-            item.turned = item.turn(item.factor, item.grad)
+            turned, grad = item.turn(item.factor, item.grad), item.grad
+            if (
+                turned.stride() != grad.stride()
+            ):  # fused kernels take it that a gradient lies as its parameter does
+                turned = torch.empty_like(grad).copy_(turned)
+            item.turned = turned
 
     def _learn(self, work: Work, due: list[Item]) -> None:
         """Move the m of each parameter by what its last step teaches."""
@@ -136,7 +146,7 @@ class Learner:
         pulled = stacks.pullbacks(
             {item.key: item.plan.family for item in due},
             {item.key: item.m for item in due},
-            {item.key: _credited(item) for item in due},
+            {item.key: item.own("credit" if work.apart else "memory") for item in due},
             self._toward(work, due, cotangents),
         )
         leaves, grads, sizes = [], [], []
@@ -150,11 +160,12 @@ class Learner:
             for time in _times(item):  # which pass, and are not learned
                 work.undo.append(([time], [time.clone()]))
                 time += 1
-        grads = list(torch._foreach_div(grads, sizes)) if safe else grads
-        work.undo += self.mover.move(work.group["meta_lr"], leaves, grads)
+        if leaves:
+            grads = list(torch._foreach_div(grads, sizes)) if safe else grads
+            work.undo += self.mover.move(work.group["meta_lr"], leaves, grads)
         for item in due:
             item.factor = None
-            item.keep("updates", item.leaves[0].age)
+            item.keep("updates", item.own("updates") + 1)
 
     def _sizes(self, due: list[Item], cotangents: Params) -> list[Tensor]:
         """Return ‖∇J‖ ‖Δθ‖ of each parameter, infinite where it is zero (docs/math.md, 14)."""
@@ -186,12 +197,12 @@ class Learner:
                 result |= work.known.pullback(*at)[1]
         return result
 
-    def _hold(self, work: Work) -> None:
+    def _hold(self, work: Work, recorded: list[Item]) -> None:
         """Keep what the next step needs to know of the time before this one."""
-        if not work.turning:
+        if not recorded:
             return
-        copies = torch._foreach_mul([item.param for item in work.turning], 1.0)
-        for item, copy in zip(work.turning, copies, strict=True):
+        copies = torch._foreach_mul([item.param for item in recorded], 1.0)
+        for item, copy in zip(recorded, copies, strict=True):
             item.before = copy
             if work.through_moments and item.turned is not None:
                 for name, x in bases.held(work.known, item.param, item.state).items():
@@ -219,8 +230,3 @@ class Learner:
 
 def _times(item: Item) -> list[Tensor]:
     return [x for x, learned in zip(tree.leaves(item.m), item.plan.learned, strict=True) if not learned]
-
-
-def _credited(item: Item) -> Tensor:
-    credit = item.own("credit")
-    return item.own("memory") if credit is None else credit

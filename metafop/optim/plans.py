@@ -1,13 +1,13 @@
 """What FOP holds for a parameter: which entries of its state, of which shapes, under which names."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
 from metafop import tree
-from metafop.preconditioners import clocks
+from metafop.preconditioners import Identity, clocks
 from metafop.types import Preconditioner, Tree
 
 PREFIX = "fop_"  # of every entry that is not the base's own
@@ -32,6 +32,8 @@ def plan(param: Tensor, family: Preconditioner, name: str, seed: int) -> Plan:
         raise TypeError(
             f"FOP takes real parameters, got {name!r} of {param.dtype}. Train torch.view_as_real of it."
         )
+    if not param.numel():
+        family = Identity()
     try:
         m = start(param, family, seed)
     except ValueError as error:
@@ -52,20 +54,39 @@ def m_of(plan: Plan, state: Mapping[str, Any]) -> Tree:
     return tree.map(lambda i: state[f"{PREFIX}m{i}"], plan.structure)
 
 
-def parted(
-    loaded: Mapping[str, Any], groups: list[dict[str, Any]], plans: Mapping[Tensor, Plan]
-) -> tuple[dict[str, Any], dict[Tensor, dict[str, Any]]]:
-    """Return a state to load without FOP's own entries, and these by parameter; refuse what does not fit.
-
-    torch rounds all that it loads to the parameter's precision; M and its kin keep theirs.
-    """
-    saved = loaded["param_groups"]
+def check_groups(
+    saved: list[dict[str, Any]], groups: list[dict[str, Any]], defaults: Mapping[str, Any]
+) -> None:
+    """Refuse the groups of another optimizer: of other sizes, or without settings that the base needs."""
     sizes, here = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
     if sizes != here:
         raise ValueError(
             f"The loaded state dict has groups of {sizes} parameters, and this optimizer groups of {here}: "
             "it doesn't match. Make the same groups before loading."
         )
+    # A flag may be younger than what was saved; the base fills it in.
+    needed = [name for name, value in defaults.items() if value is not None and not isinstance(value, bool)]
+    for i, group in enumerate(saved):
+        missing = [name for name in needed if name not in group]
+        if missing:
+            raise ValueError(
+                f"Group {i} of the state to load has no {', '.join(missing)}: it was saved by another kind "
+                "of optimizer. Load the state of one around the same class."
+            )
+
+
+def parted(
+    loaded: Mapping[str, Any],
+    groups: list[dict[str, Any]],
+    plans: Mapping[Tensor, Plan],
+    states: Callable[[Tensor], list[Tensor]],
+) -> tuple[dict[str, Any], dict[Tensor, dict[str, Any]]]:
+    """Return a state to load without FOP's own entries, and these by parameter; refuse what does not fit.
+
+    torch rounds all that it loads to the parameter's precision; M and its kin keep theirs. `states` gives
+    what the meta-optimizer holds for a tensor.
+    """
+    saved = loaded["param_groups"]
     filled = []
     for i, (old, group) in enumerate(zip(saved, groups, strict=True)):
         kept = {k: v for k, v in group.items() if k in SETTINGS and k not in old}
@@ -80,7 +101,7 @@ def parted(
     rest, own = {}, {}
     for i, state in loaded["state"].items():
         if i in params and isinstance(state, Mapping):
-            _check_loaded(plans[params[i]], params[i], state)
+            _check_loaded(plans[params[i]], params[i], state, states)
             rest[i] = {k: v for k, v in state.items() if not k.startswith(PREFIX)}
             own[params[i]] = {k: _placed(v, params[i]) for k, v in state.items() if k.startswith(PREFIX)}
         else:
@@ -89,15 +110,20 @@ def parted(
 
 
 def _placed(value: Any, param: Tensor) -> Any:
-    """Return a copy on the parameter's device; Adam's count of steps stays where it is."""
+    """Return a copy on the parameter's device."""
     if not isinstance(value, Tensor):
         return value
     return value.clone() if value.device == param.device else value.to(param.device)
 
 
-def _check_loaded(plan: Plan, param: Tensor, state: Mapping[str, Any]) -> None:
-    """Refuse the state of another parameter."""
+def _check_loaded(
+    plan: Plan, param: Tensor, state: Mapping[str, Any], states: Callable[[Tensor], list[Tensor]]
+) -> None:
+    """Refuse the state of another parameter, or of another meta-optimizer."""
     ours = {f"{PREFIX}m{i}": shape for i, shape in enumerate(plan.shapes)}
+    for i, shape in enumerate(plan.shapes):
+        held = states(torch.empty(shape, device="meta"))
+        ours |= {f"{PREFIX}meta{i}_{j}": x.shape for j, x in enumerate(held)}
     like = ["momentum_buffer", "exp_avg", "exp_avg_sq"]
     like += [PREFIX + name for name in ("memory", "credit", "before", "direction")]
     missing = [name for name in ours if name not in state] if f"{PREFIX}taken" in state else []
@@ -108,5 +134,5 @@ def _check_loaded(plan: Plan, param: Tensor, state: Mapping[str, Any]) -> None:
     if missing:
         raise ValueError(
             f"The state to load has no {', '.join(missing)} for the parameter {plan.name!r}. Load the state "
-            "of an optimizer for the same model, with the same preconditioners."
+            "of an optimizer for the same model, with the same preconditioners and meta-optimizer."
         )

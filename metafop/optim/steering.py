@@ -23,9 +23,9 @@ def steer(mover: Mover, work: Work) -> None:
     for item in work.items:
         item.find()
     for name in names:
-        if PREFIX + name not in work.group:
-            offset = torch.zeros((), dtype=wide(work.items[0].param).dtype)
-            work.pending |= {PREFIX + name: offset, f"{PREFIX}{name}_updates": 0}
+        if _offset(name) not in work.group:
+            offset = torch.zeros_like(wide(work.items[0].param).flatten()[0])
+            work.pending |= {_offset(name): offset, f"{PREFIX}{name}_updates": 0}
             work.pending |= {f"{PREFIX}{name}_{j}": x for j, x in enumerate(mover.init(offset))}
     taken = [item for item in work.items if item.own("steered")]
     _set(work, names)
@@ -39,7 +39,7 @@ def steer(mover: Mover, work: Work) -> None:
         for name, x in bases.held(work.known, item.param, item.state).items():
             item.keep(f"held_{name}", x.clone())
     work.pending |= {f"{PREFIX}{name}_used": value for name, value in work.steered.items()}
-    work.pending[f"{PREFIX}lr_used"] = work.lr
+    work.pending[f"{PREFIX}lr_used"] = work.lr.clone() if isinstance(work.lr, Tensor) else work.lr
 
 
 def hold(work: Work) -> None:
@@ -52,7 +52,7 @@ def hold(work: Work) -> None:
 def _set(work: Work, names: list[str]) -> None:
     now = {**work.group, **work.pending}
     for name in names:
-        value, offset = now[name], now[PREFIX + name]
+        value, offset = now[name], now[_offset(name)]
         if bases.is_zero(value):
             work.steered[name] = value
             continue
@@ -77,7 +77,7 @@ def _learn(mover: Mover, work: Work, names: list[str], taken: list[Item]) -> Non
         value = getattr(hyper, _FIELDS[name])
         h = _DOMAINS[name].chain(value, torch.stack([getattr(d, _FIELDS[name]) for d in derivatives]).sum())
         opt = [work.group[f"{PREFIX}{name}_{j}"] for j in range(mover.states)]
-        leaves.append(Leaf(work.group[PREFIX + name], opt, work.group[f"{PREFIX}{name}_updates"]))
+        leaves.append(Leaf(work.group[_offset(name)], opt, work.group[f"{PREFIX}{name}_updates"]))
         grads.append(h if size is None else over(h, size))
     work.undo += mover.move(work.group["meta_lr"], leaves, grads)
     work.pending |= {f"{PREFIX}{name}_updates": leaf.age for name, leaf in zip(names, leaves, strict=True)}
@@ -89,3 +89,7 @@ def _derivative(work: Work, item: Item, hyper: Any, cotangent: Tensor) -> Any:
     k, before = item.key, wide(item.own("before"))
     opt = bases.opt(work.known, item.key, held, cotangent.dtype)
     return work.known.pullback(hyper, {k: before}, opt, {k: item.own("direction")}, {k: cotangent})[0]  # pyright: ignore
+
+
+def _offset(name: str) -> str:
+    return f"{PREFIX}{name}_offset"

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metafop.optim import bases
+from metafop.optim import bases, choices
 from metafop.optim.moves import Leaf
 from metafop.optim.plans import PREFIX, Plan
 from metafop.optimizers import Adam, Momentum
@@ -27,7 +27,8 @@ class Item:
         self.made_of: Tensor | None = None  # the first of them
         self.leaves: list[Leaf] = []  # those that are learned
         self.factor: Any = None  # what P is made of, until m moves
-        self.needs: tuple[str, ...] = ()  # the entries that are known to be there
+        self.needs: tuple[str, ...] = ()  # the entries that are kept up to date
+        self.next = 0  # the step of the group in which to learn next, or later if there is no gradient
         self.clear()
 
     def clear(self) -> None:
@@ -68,7 +69,8 @@ class Work:
     def __init__(self, base: type, group: dict[str, Any], crew: list[Item]) -> None:
         self._base, self.group, self._crew = base, group, crew
         self._kind: Any = None
-        self.ready = False  # whether all that turns has what it needs, from the step before
+        self.ready = False  # whether all that turns has what it needs, and no step to learn from
+        self._quiet_until = 0
         self.clear()
 
     def clear(self) -> None:
@@ -79,22 +81,31 @@ class Work:
         for item in self.items if self._kind else ():
             item.clear()
 
+    def is_for(self, group: dict[str, Any]) -> bool:
+        """Return whether this is the work of that group, and of the parameters that it has."""
+        params = group["params"]
+        same = group is self.group and len(params) == len(self._crew)
+        return same and all(item.param is p for item, p in zip(self._crew, params, strict=True))
+
     def take(self) -> bool:
         """Take up the step at hand, and return whether there are gradients for it."""
         grads = [item.param.grad for item in self._crew]
-        known = bases.described(self._base, self.group)
-        kind = (known, self.group["credit"], self.group["learn"], [grad is None for grad in grads])
+        group, known = self.group, bases.described(self._base, self.group)
+        settings = (group["credit"], group["learn"], group["order"], group["interval"])
+        kind = (known, settings, [grad is None for grad in grads])
         if kind != self._kind:
+            choices.check_group(self._base, group)
             self._arrange(known, grads)
             self._kind = kind
         for item, grad in zip(self._crew, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"FOP takes dense gradients, got a {grad.layout} one for {item.plan.name!r}. "
+                    "Make the layer's gradients dense, for example by nn.Embedding(sparse=False)."
+                )
+        for item, grad in zip(self._crew, grads, strict=True):
             if grad is not None:
                 item.grad = grad
-                if grad.layout is not torch.strided:
-                    raise RuntimeError(
-                        f"FOP takes dense gradients, got a {grad.layout} one for {item.plan.name!r}. "
-                        "Make the layer's gradients dense, for example by nn.Embedding(sparse=False)."
-                    )
         if not all(item.is_known() for item in self.turning):
             self.ready = False
         return bool(self.items)
@@ -105,7 +116,9 @@ class Work:
         self.known, self.ready = known, False
         self.items = [item for item, grad in zip(self._crew, grads, strict=True) if grad is not None]
         self.turning = [item for item in self.items if item.plan.shapes] if "precond" in learn else []
-        self.learned = [name for name in learn if name != "precond"]  # settings, that is
+        # Settings, that is. A momentum of zero is none, and stays so.
+        kept = ["precond"] if isinstance(known, Momentum) else ["precond", "momentum"]
+        self.learned = [name for name in learn if name not in kept]
         # Whether P is credited with more than the last gradient, and with a tensor that only credit needs.
         self.velocity = self.group["credit"] == "velocity" and isinstance(known, Momentum | Adam)
         self.apart = not self.velocity or not isinstance(known, Momentum) or known.nesterov
@@ -113,11 +126,17 @@ class Work:
 
     def is_busy(self) -> bool:
         """Return whether there is more to do in this step than to use what was learned."""
-        return not self.ready or self.is_due(0) or self.is_due(1)
+        return not self.ready or self.group["fop_steps"] + 1 >= self._quiet_until
 
-    def is_due(self, later: int) -> bool:
-        """Return whether the step so much later is one in which to learn from the one before it."""
-        return (self.group["fop_steps"] + later) % self.group["interval"] == 0
+    def rest(self) -> None:
+        """Find out for how long there will be no more to do than that."""
+        self._quiet_until = min((item.next for item in self.turning), default=0)
+        self.ready = not any(item.own("taken") for item in self.turning)
+
+    def next(self) -> int:
+        """Return the next step in which to learn: a multiple of the interval."""
+        time, interval = self.group["fop_steps"], self.group["interval"]
+        return time - time % interval + interval
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -143,7 +162,7 @@ class Work:
 
     def last_hyper(self, lr: Any, dtype: torch.dtype) -> Any:
         """Return the settings of the last step, as those that are learned were then."""
-        used = {name: self.group[f"{PREFIX}{name}_used"] for name in self.learned if name != "lr"}
+        used = {k: self.group.get(f"{PREFIX}{k}_used", self.group[k]) for k in self.learned if k != "lr"}
         return bases.hyper(self.known, {**self.group, **used} if used else self.group, lr, dtype)
 
     def signed(self, items: list[Item]) -> Params:
