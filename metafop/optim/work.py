@@ -1,5 +1,6 @@
 """What a step of FOP works on: parameters that have a gradient, and what is known about their step."""
 
+import operator
 from typing import Any
 
 import torch
@@ -68,7 +69,10 @@ class Work:
 
     def __init__(self, base: type, group: dict[str, Any], crew: list[Item]) -> None:
         self._base, self.group, self._crew = base, group, crew
+        self._params = [item.param for item in crew]
         self._kind: Any = None
+        self._seen: list[Item] = []  # those whose gradients are looked at, and where they are in the crew
+        self._places: list[int] = []
         self.ready = False  # whether all that turns has what it needs, and no step to learn from
         self._quiet_until = 0
         self.clear()
@@ -78,18 +82,18 @@ class Work:
         self.steered: dict[str, Any] = {}  # settings that are learned, as they are in this step
         self.pending: dict[str, Any] = {}  # what is to be written into the group
         self.undo: list[tuple[list[Tensor], list[Tensor]]] = []
-        for item in self.items if self._kind else ():
+        for item in self._seen:
             item.clear()
 
     def is_for(self, group: dict[str, Any]) -> bool:
         """Return whether this is the work of that group, and of the parameters that it has."""
         params = group["params"]
-        same = group is self.group and len(params) == len(self._crew)
-        return same and all(item.param is p for item, p in zip(self._crew, params, strict=True))
+        same = group is self.group and len(params) == len(self._params)
+        return same and all(map(operator.is_, params, self._params))
 
     def take(self) -> bool:
         """Take up the step at hand, and return whether there are gradients for it."""
-        grads = [item.param.grad for item in self._crew]
+        grads = [param.grad for param in self._params]
         group, known = self.group, bases.described(self._base, self.group)
         settings = (group["credit"], group["learn"], group["order"], group["interval"])
         kind = (known, settings, [grad is None for grad in grads])
@@ -97,15 +101,10 @@ class Work:
             choices.check_group(self._base, group)
             self._arrange(known, grads)
             self._kind = kind
-        for item, grad in zip(self._crew, grads, strict=True):
-            if grad is not None and grad.layout is not torch.strided:
-                raise RuntimeError(
-                    f"FOP takes dense gradients, got a {grad.layout} one for {item.plan.name!r}. "
-                    "Make the layer's gradients dense, for example by nn.Embedding(sparse=False)."
-                )
-        for item, grad in zip(self._crew, grads, strict=True):
-            if grad is not None:
-                item.grad = grad
+        for item, place in zip(self._seen, self._places, strict=True):
+            grad = grads[place]
+            if grad is not None:  # as it is for all of them
+                item.grad = _dense(item, grad)
         if not all(item.is_known() for item in self.turning):
             self.ready = False
         return bool(self.items)
@@ -119,6 +118,8 @@ class Work:
         # Settings, that is. A momentum of zero is none, and stays so.
         kept = ["precond"] if isinstance(known, Momentum) else ["precond", "momentum"]
         self.learned = [name for name in learn if name not in kept]
+        self._seen = self.items if self.learned else self.turning
+        self._places = [i for i, item in enumerate(self._crew) if item in self._seen]
         # Whether P is credited with more than the last gradient, and with a tensor that only credit needs.
         self.velocity = self.group["credit"] == "velocity" and isinstance(known, Momentum | Adam)
         self.apart = not self.velocity or not isinstance(known, Momentum) or known.nesterov
@@ -175,6 +176,15 @@ class Work:
         for item in self.items:
             if item.entries:
                 item.write()
+
+
+def _dense(item: Item, grad: Tensor) -> Tensor:
+    if grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"FOP takes dense gradients, got a {grad.layout} one for {item.plan.name!r}. "
+            "Make the layer's gradients dense, for example by nn.Embedding(sparse=False)."
+        )
+    return grad
 
 
 def wide(x: Tensor) -> Tensor:
