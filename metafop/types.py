@@ -71,6 +71,7 @@ class Domain(Protocol):
         ...
 
 
+@runtime_checkable
 class Optimizer(Protocol):
     """A pure update rule. `hyper` is a NamedTuple whose fields are tensors, or dicts of tensors by name."""
 

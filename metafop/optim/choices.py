@@ -13,6 +13,7 @@ from metafop.optim import bases
 from metafop.optimizers import Momentum
 from metafop.preconditioners import Diagonal, Identity, Normalized, Scalar, by_shape
 from metafop.types import Inspectable, Preconditioner
+from metafop.types import Optimizer as Pure
 
 VARIANTS = ("fop", "fop-norm", "s-hd", "pp-hd")  # the rows of the paper's table
 LEARNED = ("precond", "lr", "momentum")
@@ -92,8 +93,7 @@ def check_class(optimizer_class: Any) -> None:
 
 
 def check_meta_optimizer(optimizer: Any) -> None:
-    pure = optimizer is None or (hasattr(optimizer, "init_memory") and hasattr(optimizer, "hyper"))
-    if not pure or isinstance(optimizer, type):
+    if optimizer is not None and (isinstance(optimizer, type) or not isinstance(optimizer, Pure)):
         raise TypeError(
             f"FOP takes as meta_optimizer a pure one, such as metafop.Adam(), got {optimizer!r}. "
             "Pass one of metafop's."
