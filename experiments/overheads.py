@@ -198,7 +198,7 @@ def memory_of(net: Net, method: str) -> Memory:
 def alive() -> int:
     """Return the bytes of all tensors that Python holds."""
     gc.collect()
-    return bytes_of([x for x in gc.get_objects() if issubclass(type(x), Tensor)])
+    return bytes_of([x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)])
 
 
 def bytes_of(values: Any) -> int:

@@ -16,7 +16,7 @@ from experiments import cifar, drop_in
 from experiments.__main__ import main
 
 NAMES = [*cifar.TRAINING, cifar.TEST]
-FEW = {"epochs": 2, "images": 64, "batch": 16, "narrow": 2, "wide": 2, "seeds": 2, "seed": 7}
+FEW = {"interval": 1, "epochs": 2, "images": 64, "batch": 16, "narrow": 2, "wide": 2, "seeds": 2, "seed": 7}
 SMALL = [f"--{flag}={value}" for flag, value in FEW.items()]
 REAL = Path(os.environ.get(cifar.FOLDER) or Path(__file__).parents[2] / "shared" / "data")
 

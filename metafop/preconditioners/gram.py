@@ -36,9 +36,8 @@ def product(m: Tensor, several: int) -> Tensor:
     p = m @ m.mT
     if several == 1:
         return p
-    once = torch.eye(several, dtype=p.dtype, device=p.device)
     n = several * m.shape[-2]
-    return (once[:, None, :, None] * p[..., None, :, None, :]).reshape(*p.shape[:-2], n, n)
+    return (_once(several, p) * p[..., None, :, None, :]).reshape(*p.shape[:-2], n, n)
 
 
 def factor(m: Tensor, count: int) -> Factor:
@@ -101,7 +100,7 @@ def blocks(crosses: Tensor, several: int) -> Tensor:
         return crosses
     n = crosses.shape[-1] // several
     apart = crosses.reshape(*crosses.shape[:-2], several, n, several, n)
-    return apart.diagonal(dim1=-4, dim2=-2).sum(-1)
+    return (_once(several, crosses) * apart).sum((-4, -2))
 
 
 def pullback_crossed(m: Tensor, crosses: Tensor, several: int) -> Tensor:
@@ -130,6 +129,11 @@ def norm(m: Tensor) -> Tensor:
 def _tall(a: Tensor, b: Tensor) -> Tensor:
     """Return `A B`, for a B of few columns as the transpose of `Bᵀ Aᵀ`."""
     return (b.mT @ a.mT).mT if b.shape[-1] < _NARROW else a @ b
+
+
+def _once(several: int, like: Tensor) -> Tensor:
+    """Return ones on the diagonal of blocks, (several, 1, several, 1)."""
+    return torch.eye(several, dtype=like.dtype, device=like.device)[:, None, :, None]
 
 
 def _cut(m: Tensor, grad: Tensor, n: int) -> Tensor:
