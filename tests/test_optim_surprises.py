@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from copy import deepcopy
+from functools import wraps
 
 import pytest
 import torch
@@ -139,3 +140,26 @@ def test_a_pattern_that_fits_nothing_is_refused(generator):
 def test_what_is_no_pure_optimizer_cannot_move_m(meta_optimizer, generator):
     with pytest.raises(TypeError, match=r"a pure one, such as metafop\.Adam\(\)"):
         FOP([kernels(generator)], lr=0.1, meta_optimizer=meta_optimizer)
+
+
+@pytest.mark.parametrize("credit", ["velocity", "gradient"])
+@pytest.mark.parametrize("preset", ["default", "paper"])
+def test_a_first_step_that_failed_can_be_repeated(preset, credit, generator, monkeypatch):
+    ends = []
+    for base in (torch.optim.SGD, torch.optim.Adam):
+        p = kernels(torch.Generator().manual_seed(0))
+        optimizer = FOP([p], base, lr=0.1, preset=preset, credit=credit, interval=1)
+        whole = base.step
+
+        def fail(*_):
+            raise OSError("the base fails")
+
+        monkeypatch.setattr(base, "step", wraps(fail)(lambda *args: fail(*args)))
+        p.grad = torch.ones_like(p)
+        with pytest.raises(OSError, match="the base fails"):
+            optimizer.step()
+        assert not optimizer.state
+        monkeypatch.setattr(base, "step", whole)
+        take(optimizer, [p], generator, steps=3)
+        ends.append(optimizer.state[p]["fop_updates"])
+    assert ends == [2, 2]

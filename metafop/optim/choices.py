@@ -1,7 +1,6 @@
 """What can be chosen: which family for which parameter, the presets, and what is refused."""
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -11,7 +10,7 @@ from torch.optim import Optimizer
 from metafop.online import Credit, Order
 from metafop.optim import bases
 from metafop.optimizers import Momentum
-from metafop.preconditioners import Diagonal, Identity, Normalized, Scalar, by_shape
+from metafop.preconditioners import Diagonal, Identity, Normalized, Scalar, by_rule, by_shape
 from metafop.types import Inspectable, Preconditioner
 from metafop.types import Optimizer as Pure
 
@@ -68,15 +67,6 @@ def text(preconditioner: Any) -> str:
     if isinstance(preconditioner, str) or type(preconditioner).__repr__ is not object.__repr__:
         return str(preconditioner)
     return type(preconditioner).__qualname__
-
-
-def check_patterns(preconditioner: Any, names: list[str]) -> None:
-    """Refuse patterns that fit nothing: a slip, most likely."""
-    for pattern in preconditioner if isinstance(preconditioner, Mapping) else ():
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(
-                f"The pattern {pattern!r} fits none of the parameters {sorted(names)}. Correct or drop it."
-            )
 
 
 def check_class(optimizer_class: Any) -> None:
@@ -150,10 +140,7 @@ def _by_name(
         )
     for family in rules.values():
         _check_family(family)
-    return [
-        next((family for pattern, family in rules.items() if fnmatchcase(name, pattern)), default)
-        for name, default in zip(names, usual, strict=True)
-    ]
+    return [by_rule(rules, name, default) for name, default in zip(names, usual, strict=True)]
 
 
 def _check_family(family: Any) -> None:

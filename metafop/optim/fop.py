@@ -15,7 +15,7 @@ from metafop.optim.learner import Learner
 from metafop.optim.moves import Steered
 from metafop.optim.work import Item, Work
 from metafop.optimizers import SGD, Adam
-from metafop.preconditioners import by_layer
+from metafop.preconditioners import by_layer, check_rules
 from metafop.training import Training
 from metafop.types import Meta, Params, Preconditioner
 
@@ -79,7 +79,8 @@ class FOP(Optimizer):
         self._seed = seed
         self._base = optimizer_class(params, **settings)
         super().__init__(self._base.param_groups, self._base.defaults | asked)
-        choices.check_patterns(preconditioner, [plan.name for plan in self._plans.values()])
+        if isinstance(preconditioner, Mapping):
+            check_rules(preconditioner, [plan.name for plan in self._plans.values()])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own; where they have none, those given at first hold."""

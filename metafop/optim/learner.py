@@ -56,7 +56,7 @@ class Learner:
             torch._foreach_copy_(where, old)
         work.ready = False
         for item in work.turning:
-            item.m = item.factor = None
+            item.m, item.factor, item.needs = None, None, ()
 
     def remember(self, work: Work) -> None:
         """Keep what the next step needs to know of this one."""
@@ -132,9 +132,8 @@ class Learner:
                 item.factor = made[k]
         for item in turning:
             turned, grad = item.turn(item.factor, item.grad), item.grad
-            if (
-                turned.stride() != grad.stride()
-            ):  # fused kernels take it that a gradient lies as its parameter does
+            # Fused kernels take it that a gradient lies in memory as its parameter does.
+            if turned.stride() != grad.stride():
                 turned = torch.empty_like(grad).copy_(turned)
             item.turned = turned
 
@@ -175,11 +174,11 @@ class Learner:
 
     def _toward(self, work: Work, due: list[Item], cotangents: Params) -> Params:
         """Return the cotangent of the direction, or of the movement that P is credited with."""
+        # One for each: some may have had no gradient for a while, and a scheduler went on.
         lrs = {item.key: item.own("lr") for item in due}
-        lr = (
-            lrs if len(set(lrs.values())) > 1 else lrs[due[0].key]
-        )  # some may have had no gradient for a while
-        hyper = work.last_hyper(lr, cotangents[due[0].key].dtype)
+        hyper = work.last_hyper(
+            lrs if len(set(lrs.values())) > 1 else lrs[due[0].key], cotangents[due[0].key].dtype
+        )
         if work.known is None:
             return SGD().toward_after(hyper, (), cotangents)
         if not isinstance(work.known, Adam):

@@ -115,9 +115,7 @@ class Work:
         self.known, self.ready = known, False
         self.items = [item for item, grad in zip(self._crew, grads, strict=True) if grad is not None]
         self.turning = [item for item in self.items if item.plan.shapes] if "precond" in learn else []
-        # Settings, that is. A momentum of zero is none, and stays so.
-        kept = ["precond"] if isinstance(known, Momentum) else ["precond", "momentum"]
-        self.learned = [name for name in learn if name not in kept]
+        self.learned = [name for name in learn if name != "precond"]  # settings, that is
         self._seen = self.items if self.learned else self.turning
         self._places = [i for i, item in enumerate(self._crew) if item in self._seen]
         # Whether P is credited with more than the last gradient, and with a tensor that only credit needs.

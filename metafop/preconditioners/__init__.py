@@ -3,7 +3,7 @@
 from metafop.preconditioners.dense import Dense, Spatial
 from metafop.preconditioners.elementwise import Diagonal, Identity, Scalar
 from metafop.preconditioners.kronecker import Kronecker, KroneckerFactors
-from metafop.preconditioners.layers import assign, by_layer, by_shape
+from metafop.preconditioners.layers import assign, by_layer, by_rule, by_shape, check_rules
 from metafop.preconditioners.low_rank import LowRank
 from metafop.preconditioners.scaled import Aging, Bounded, Normalized, Rescaled, aged, clocks
 
@@ -23,6 +23,8 @@ __all__ = [
     "aged",
     "assign",
     "by_layer",
+    "by_rule",
     "by_shape",
+    "check_rules",
     "clocks",
 ]

@@ -1,6 +1,6 @@
 """Which family for which parameter."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
@@ -57,16 +57,20 @@ def assign(
     {'conv.weight': Spatial(), 'head.weight': Scalar()}
     """
     rules = rules or {}
+    check_rules(rules, params)
+    return {name: by_rule(rules, name, by_shape(param, rank)) for name, param in params.items()}
+
+
+def by_rule(rules: Mapping[str, Preconditioner], name: str, default: Preconditioner) -> Preconditioner:
+    """Return the family of the first rule whose pattern fits the name."""
+    return next((family for pattern, family in rules.items() if fnmatchcase(name, pattern)), default)
+
+
+def check_rules(rules: Mapping[str, Preconditioner], names: Iterable[str]) -> None:
+    """Refuse a pattern that fits nothing: a slip, most likely."""
+    names = sorted(names)
     for pattern in rules:
-        if not any(fnmatchcase(name, pattern) for name in params):
+        if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(
-                f"The rule {pattern!r} fits none of the parameters {sorted(params)}. "
-                "Correct the pattern or drop it."
+                f"The rule {pattern!r} fits none of the parameters {names}. Correct the pattern or drop it."
             )
-    return {
-        name: next(
-            (family for pattern, family in rules.items() if fnmatchcase(name, pattern)),
-            by_shape(param, rank),
-        )
-        for name, param in params.items()
-    }
