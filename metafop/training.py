@@ -108,8 +108,8 @@ class Training:
     def precondition(self, precond: dict[str, Tree], grads: Params) -> Params:
         """Return P(m) g for each parameter."""
         families = {k: self._family(k) for k in grads}
-        factors = stacks.factors(families, precond, grads)
-        return {k: stacks.turner(families[k])(factors[k], g) for k, g in grads.items()}
+        turners = stacks.turners(families, precond, grads)
+        return {k: turners[k](g) for k, g in grads.items()}
 
     def init_memory(self, carry: Carry) -> Tree:
         return self.optimizer.init_memory(carry.params)

@@ -1,6 +1,7 @@
 """What is known about an optimizer of torch: the pure one that describes it, and with it the derivative."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from metafop.optimizers import SGD, Adam, AdamHyper, AdamState, Momentum, Moment
 Known = SGD | Momentum | Adam
 Group = Mapping[str, Any]
 
+_SGD, _HEAVY_BALL, _NESTEROV, _ADAM = SGD(), Momentum(), Momentum(nesterov=True), Adam()
+
 
 def described(optimizer_class: type, group: Group) -> Known | None:
     """Return the pure optimizer whose step a group of this class takes, or None if there is none.
@@ -19,10 +22,12 @@ def described(optimizer_class: type, group: Group) -> Known | None:
     """
     if optimizer_class is torch.optim.SGD:
         if not group["momentum"]:
-            return SGD()
-        return None if group["dampening"] else Momentum(nesterov=bool(group["nesterov"]))
+            return _SGD
+        if group["dampening"]:
+            return None
+        return _NESTEROV if group["nesterov"] else _HEAVY_BALL
     if optimizer_class in (torch.optim.Adam, torch.optim.AdamW) and not group["amsgrad"]:
-        return Adam()
+        return _ADAM
     return None
 
 
@@ -34,7 +39,7 @@ def hyper(known: Known | None, group: Group, lr: float | Tensor | dict, dtype: t
             return {key: tensor(x) for key, x in value.items()}
         if isinstance(value, Tensor):
             return value.detach().to(dtype).reshape(())
-        return torch.tensor(value, dtype=dtype)
+        return _number(value, dtype)
 
     if known is None:
         return SGDHyper(tensor(lr), tensor(0.0))
@@ -47,6 +52,11 @@ def hyper(known: Known | None, group: Group, lr: float | Tensor | dict, dtype: t
     # Adam's weight decay is part of the direction (`direction` below), AdamW's is not.
     decoupled = decay if group["decoupled_weight_decay"] else 0.0
     return AdamHyper(tensor(lr), tensor(beta1), tensor(beta2), tensor(group["eps"]), tensor(decoupled))
+
+
+@lru_cache(maxsize=64)
+def _number(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype)
 
 
 def held(known: Known | None, param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:

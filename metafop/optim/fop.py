@@ -1,7 +1,6 @@
 """FOP: a `torch.optim.Optimizer` that learns, while it trains, how another one should be steered."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
@@ -103,14 +102,10 @@ class FOP(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # A closure, or the user, may have left autocast on: it would round the products with P.
-        device = self.param_groups[0]["params"][0].device.type
-        exact = torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-        with torch.no_grad(), exact:
-            if torch.compiler.is_compiling():
-                _uncompiled(self)  # pyright: ignore
-            else:
-                self._step()
+        if torch.compiler.is_compiling():
+            _uncompiled(self)  # pyright: ignore
+        else:
+            self._step()
         return loss
 
     def diagnostics(self) -> dict[str, Tensor]:
@@ -185,12 +180,28 @@ class FOP(Optimizer):
         self._base.__setstate__({"state": self.state, "param_groups": self.param_groups})
 
     def _step(self) -> None:
+        # A closure, or the user, may have left autocast on: it would round the products with P.
+        device = self.param_groups[0]["params"][0].device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self._step()
+        grad_mode = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        try:
+            self._learn_and_step()
+        finally:
+            torch.set_grad_enabled(grad_mode)
+
+    def _learn_and_step(self) -> None:
         if not self._is_as_it_was():
             self._forget()
         works: list[Work] = []
         done = False
         try:
             works += [work for work in self._works if work.take()]
+            if all(work.descends for work in works):  # nothing can fail once it is learned
+                for work in works:
+                    work.undo = None
             for work in works:
                 if work.learned:
                     steering.steer(self._learner.mover, work)
@@ -210,9 +221,20 @@ class FOP(Optimizer):
                 work.clear()
 
     def _step_base(self, works: list[Work]) -> None:
+        """Let the base step along the preconditioned gradients, or take its step for it."""
+        descending = [work for work in works if work.descends]
+        if len(descending) < len(works) or not works:
+            self._lend(works)
+        for work in descending:
+            work.descend()
+
+    def _lend(self, works: list[Work]) -> None:
         """Let the base step along the preconditioned gradients: lent to it, for `p.grad` is the user's."""
         base = self._base
-        base.param_groups, base.state = self.param_groups, self.state
+        descending = [work.group for work in works if work.descends]
+        works = [work for work in works if not work.descends]
+        base.param_groups = [g for g in self.param_groups if not any(g is d for d in descending)]
+        base.state = self.state
         lent = [item for work in works for item in work.turning]
         settings = [(work.group, {name: work.group[name] for name in work.steered}) for work in works]
         try:
@@ -223,6 +245,7 @@ class FOP(Optimizer):
             # What its class defines, without the hooks that torch puts around it: they run for FOP.
             type(base).step.__wrapped__(base)  # pyright: ignore
         finally:
+            base.param_groups = self.param_groups
             for item in lent:
                 item.param.grad = item.grad
             for group, old in settings:
@@ -250,6 +273,7 @@ class FOP(Optimizer):
                 type(self._base),
                 group,
                 [Item(next(keys), p, self._plans[p], self.state) for p in group["params"]],
+                self.state,
             )
             for group in self.param_groups
         ]

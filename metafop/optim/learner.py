@@ -6,6 +6,8 @@ What is learned is written at once, and undone if the base's step fails; all els
 (docs/math.md, 26)
 """
 
+from math import inf
+
 import torch
 from torch import Tensor
 
@@ -52,11 +54,11 @@ class Learner:
 
     def undo(self, work: Work) -> None:
         """Put back what was learned in this step, and forget what was made of it."""
-        for where, old in work.undo:
+        for where, old in work.undo or []:
             torch._foreach_copy_(where, old)
         work.ready = False
         for item in work.turning:
-            item.m, item.factor, item.needs = None, None, ()
+            item.m, item.turn, item.needs = None, None, ()
 
     def remember(self, work: Work) -> None:
         """Keep what the next step needs to know of this one."""
@@ -89,11 +91,13 @@ class Learner:
             item.keep("next", work.next())
         item.next = item.own("next")
         item.m = m_of(item.plan, {**item.state, **item.entries})
-        item.leaves = [
-            Leaf(leaf, [item.own(f"meta{i}_{j}") for j in range(self.mover.states)], item.own("updates"))
-            for i, leaf in enumerate(tree.leaves(item.m))
-            if item.plan.learned[i]
-        ]
+        item.leaves, item.times = [], []
+        for i, (x, is_learned) in enumerate(zip(tree.leaves(item.m), item.plan.learned, strict=True)):
+            if is_learned:
+                opt = [item.own(f"meta{i}_{j}") for j in range(self.mover.states)]
+                item.leaves.append(Leaf(x, opt, item.own("updates")))
+            else:
+                item.times.append(x)
 
     def _start(self, item: Item) -> None:
         for i, leaf in enumerate(tree.leaves(start(item.param, item.plan.family, item.plan.seed))):
@@ -121,17 +125,18 @@ class Learner:
 
     def _precondition(self, turning: list[Item]) -> None:
         """Give each gradient its P g."""
-        fresh = {item.key: item for item in turning if item.factor is None}
+        fresh = {item.key: item for item in turning if item.turn is None}
         if fresh:
-            made = stacks.factors(
+            made = stacks.turners(
                 {k: item.plan.family for k, item in fresh.items()},
                 {k: item.m for k, item in fresh.items()},
                 {k: item.grad for k, item in fresh.items()},
             )
             for k, item in fresh.items():
-                item.factor = made[k]
+                item.turn = made[k]
         for item in turning:
-            turned, grad = item.turn(item.factor, item.grad), item.grad
+            grad = item.grad
+            turned = item.turn(grad)  # pyright: ignore
             # Fused kernels take it that a gradient lies in memory as its parameter does.
             if turned.stride() != grad.stride():
                 turned = torch.empty_like(grad).copy_(turned)
@@ -156,21 +161,25 @@ class Learner:
             leaves += item.leaves
             grads += learned
             sizes += [safe[place]] * len(learned) if safe else []
-            for time in _times(item):  # which pass, and are not learned
-                work.undo.append(([time], [time.clone()]))
+            for time in item.times:
+                if work.undo is not None:
+                    work.undo.append(([time], [time.clone()]))
                 time += 1
         if leaves:
             grads = list(torch._foreach_div(grads, sizes)) if safe else grads
-            work.undo += self.mover.move(work.group["meta_lr"], leaves, grads)
+            self.mover.move(work.group["meta_lr"], leaves, grads, work.undo)
         for item in due:
-            item.factor = None
+            item.turn = None
             item.keep("updates", item.own("updates") + 1)
 
-    def _sizes(self, due: list[Item], cotangents: Params) -> list[Tensor]:
+    def _sizes(self, due: list[Item], cotangents: Params) -> list[float] | list[Tensor]:
         """Return ‖∇J‖ ‖Δθ‖ of each parameter, infinite where it is zero (docs/math.md, 14)."""
-        norms = torch.stack(torch._foreach_norm(list(cotangents.values())))
-        sizes = norms * torch.stack([item.own("moved") for item in due])
-        return list(torch.where(sizes > 0, sizes, torch.inf).unbind())
+        norms, moved = torch._foreach_norm(list(cotangents.values())), [item.own("moved") for item in due]
+        if norms[0].device.type == "cpu":
+            sizes = [float(a) * float(b) for a, b in zip(norms, moved, strict=True)]
+            return [size if size > 0 else inf for size in sizes]
+        sizes = torch.stack(norms) * torch.stack(moved)  # no waiting for a device
+        return list(torch.where(sizes > 0, sizes, inf).unbind())
 
     def _toward(self, work: Work, due: list[Item], cotangents: Params) -> Params:
         """Return the cotangent of the direction, or of the movement that P is credited with."""
@@ -225,7 +234,3 @@ class Learner:
             item.keep("memory", after[item.key])  # pyright: ignore
             if item.before is not None:
                 item.keep("credit", credit[item.key])  # pyright: ignore
-
-
-def _times(item: Item) -> list[Tensor]:
-    return [x for x, learned in zip(tree.leaves(item.m), item.plan.learned, strict=True) if not learned]

@@ -79,7 +79,7 @@ def _learn(mover: Mover, work: Work, names: list[str], taken: list[Item]) -> Non
         opt = [work.group[f"{PREFIX}{name}_{j}"] for j in range(mover.states)]
         leaves.append(Leaf(work.group[_offset(name)], opt, work.group[f"{PREFIX}{name}_updates"]))
         grads.append(h if size is None else over(h, size))
-    work.undo += mover.move(work.group["meta_lr"], leaves, grads)
+    mover.move(work.group["meta_lr"], leaves, grads, work.undo)
     work.pending |= {f"{PREFIX}{name}_updates": leaf.age for name, leaf in zip(names, leaves, strict=True)}
 
 

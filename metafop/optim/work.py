@@ -1,16 +1,16 @@
 """What a step of FOP works on: parameters that have a gradient, and what is known about their step."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from metafop.optim import bases, choices
-from metafop.optim.moves import Leaf
+from metafop.optim import bases, choices, descent
+from metafop.optim.moves import Leaf, Undo
 from metafop.optim.plans import PREFIX, Plan
 from metafop.optimizers import Adam, Momentum
-from metafop.preconditioners import stacks
 from metafop.types import Params, Tree
 
 _NOT_YET: dict[str, Any] = {}
@@ -22,14 +22,15 @@ class Item:
 
     def __init__(self, key: str, param: Tensor, plan: Plan, states: dict[Tensor, dict[str, Any]]) -> None:
         self.key, self.param, self.plan, self._states = key, param, plan, states
-        self.turn = stacks.turner(plan.family)
         self.state: dict[str, Any] = _NOT_YET  # the optimizer's entry for the parameter
         self.m: Tree = None  # its family's tensors, which are entries of the state
         self.made_of: Tensor | None = None  # the first of them
         self.leaves: list[Leaf] = []  # those that are learned
-        self.factor: Any = None  # what P is made of, until m moves
+        self.times: list[Tensor] = []  # the others, which pass
+        self.turn: Callable[[Tensor], Tensor] | None = None  # makes P g of g, until m moves
         self.needs: tuple[str, ...] = ()  # the entries that are kept up to date
         self.next = 0  # the step of the group in which to learn next, or later if there is no gradient
+        self.dtype = param.dtype  # of its gradients
         self.clear()
 
     def clear(self) -> None:
@@ -39,16 +40,24 @@ class Item:
         self.before: Tensor | None = None  # the parameter before the step, if the next may learn from it
         self.entries: dict[str, Any] = {}  # what is to be written into the state
 
-    def is_known(self) -> bool:
-        """Return whether the state is the one that m was made of: the user may change it."""
-        state = self._states.get(self.param, _NOT_YET)
+    def take(self, grad: Tensor, state: dict[str, Any]) -> bool:
+        """Take up a gradient, and return whether the state is the one that m was made of: users change it."""
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"FOP takes dense gradients, got a {grad.layout} one for {self.plan.name!r}. "
+                "Make the layer's gradients dense, for example by nn.Embedding(sparse=False)."
+            )
+        if grad.dtype is not self.dtype:
+            self.dtype, self.turn = grad.dtype, None
+        self.grad = grad
         return state is self.state and state.get(_FIRST) is self.made_of
 
     def find(self) -> None:
         """Look up the state, and forget what was made of another."""
-        if not self.is_known():
-            self.state, self.made_of = self._states.get(self.param, _NOT_YET), None
-            self.m, self.factor, self.needs = None, None, ()
+        state = self._states.get(self.param, _NOT_YET)
+        if state is not self.state or state.get(_FIRST) is not self.made_of:
+            self.state, self.made_of = state, None
+            self.m, self.turn, self.needs = None, None, ()
 
     def own(self, name: str) -> Any:
         """Return an entry of FOP's, or None."""
@@ -67,22 +76,28 @@ class Item:
 class Work:
     """The parameters of a group: those that have a gradient, and what is known about their step."""
 
-    def __init__(self, base: type, group: dict[str, Any], crew: list[Item]) -> None:
-        self._base, self.group, self._crew = base, group, crew
+    def __init__(
+        self, base: type, group: dict[str, Any], crew: list[Item], states: dict[Tensor, dict[str, Any]]
+    ) -> None:
+        self._base, self.group, self._crew, self._states = base, group, crew, states
         self._params = [item.param for item in crew]
+        self._is_plain = all(map(descent.is_plain, self._params))
         self._kind: Any = None
-        self._seen: list[Item] = []  # those whose gradients are looked at, and where they are in the crew
-        self._places: list[int] = []
+        self._with_grad: list[Tensor] = []  # the parameters that have one
+        self._seen: list[tuple[Item, int]] = []  # those whose gradients are looked at, and which of these
         self.ready = False  # whether all that turns has what it needs, and no step to learn from
         self._quiet_until = 0
         self.clear()
 
     def clear(self) -> None:
         """Let go of the step at hand."""
+        self._grads: list[Tensor] = []
+        self._velocities: list[Tensor] = []
+        self.descends = False  # whether the step is taken for the base
         self.steered: dict[str, Any] = {}  # settings that are learned, as they are in this step
         self.pending: dict[str, Any] = {}  # what is to be written into the group
-        self.undo: list[tuple[list[Tensor], list[Tensor]]] = []
-        for item in self._seen:
+        self.undo: Undo | None = []
+        for item, _ in self._seen:
             item.clear()
 
     def is_for(self, group: dict[str, Any]) -> bool:
@@ -93,21 +108,25 @@ class Work:
 
     def take(self) -> bool:
         """Take up the step at hand, and return whether there are gradients for it."""
-        grads = [param.grad for param in self._params]
-        group, known = self.group, bases.described(self._base, self.group)
-        settings = (group["credit"], group["learn"], group["order"], group["interval"])
-        kind = (known, settings, [grad is None for grad in grads])
+        group, grads = self.group, [param.grad for param in self._params]
+        known, without = bases.described(self._base, group), [grad is None for grad in grads]
+        kind = (known, group["credit"], group["learn"], group["order"], group["interval"], without)
         if kind != self._kind:
             choices.check_group(self._base, group)
             self._arrange(known, grads)
             self._kind = kind
-        for item, place in zip(self._seen, self._places, strict=True):
-            grad = grads[place]
-            if grad is not None:  # as it is for all of them
-                item.grad = _dense(item, grad)
-        if not all(item.is_known() for item in self.turning):
-            self.ready = False
-        return bool(self.items)
+        present = self._grads = [grad for grad in grads if grad is not None]
+        states = [self._states.get(param, _NOT_YET) for param in self._with_grad]
+        for item, place in self._seen:
+            if not item.take(present[place], states[place]):
+                self.ready = False
+        if isinstance(known, Momentum) and self._is_plain and descent.is_free(group):
+            # There are none before the first step, which is the base's own.
+            velocities = [v for state in states if (v := state.get("momentum_buffer")) is not None]
+            alike = len(velocities) == len(present)
+            self.descends = alike and all(map(descent.suits, (*present, *self._with_grad, *velocities)))
+            self._velocities = velocities
+        return bool(present)
 
     def _arrange(self, known: bases.Known | None, grads: list[Tensor | None]) -> None:
         """Sort out who has a gradient and how they are learned from."""
@@ -116,12 +135,21 @@ class Work:
         self.items = [item for item, grad in zip(self._crew, grads, strict=True) if grad is not None]
         self.turning = [item for item in self.items if item.plan.shapes] if "precond" in learn else []
         self.learned = [name for name in learn if name != "precond"]  # settings, that is
-        self._seen = self.items if self.learned else self.turning
-        self._places = [i for i, item in enumerate(self._crew) if item in self._seen]
+        self._with_grad = [item.param for item in self.items]
+        seen = self.items if self.learned else self.turning
+        self._seen = [(item, i) for i, item in enumerate(self.items) if item in seen]
         # Whether P is credited with more than the last gradient, and with a tensor that only credit needs.
         self.velocity = self.group["credit"] == "velocity" and isinstance(known, Momentum | Adam)
         self.apart = not self.velocity or not isinstance(known, Momentum) or known.nesterov
         self.through_moments = isinstance(known, Adam) and not self.velocity
+
+    def descend(self) -> None:
+        """Take the base's step for it."""
+        along = self._grads.copy()
+        for item, place in self._seen:
+            if item.turned is not None:
+                along[place] = item.turned
+        descent.descend(self.group, self.steered, self._with_grad, along, self._velocities)
 
     def is_busy(self) -> bool:
         """Return whether there is more to do in this step than to use what was learned."""
@@ -174,15 +202,6 @@ class Work:
         for item in self.items:
             if item.entries:
                 item.write()
-
-
-def _dense(item: Item, grad: Tensor) -> Tensor:
-    if grad.layout is not torch.strided:
-        raise RuntimeError(
-            f"FOP takes dense gradients, got a {grad.layout} one for {item.plan.name!r}. "
-            "Make the layer's gradients dense, for example by nn.Embedding(sparse=False)."
-        )
-    return grad
 
 
 def wide(x: Tensor) -> Tensor:

@@ -158,7 +158,7 @@ class Adam:
         wide = torch.promote_types(d.dtype, torch.float32)  # in half precision eps would round to zero
         d, old_mean, old_square = d.to(wide), opt.mean[k].to(wide), opt.square[k].to(wide)
         mean = torch.addcmul(old_mean, 1 - beta1, d - old_mean)
-        square = beta2 * old_square + (1 - beta2) * d * d
+        square = torch.addcmul(beta2 * old_square, (1 - beta2) * d, d)
         root = _root(square / c2)
         return _Parts(mean, square, mean / c1, root, root + at(hyper.eps, k), c1, c2)
 

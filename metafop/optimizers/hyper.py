@@ -229,6 +229,10 @@ def at(value: Tensor | dict[str, Tensor], name: str) -> Tensor:
     return value[name] if isinstance(value, dict) else value
 
 
+def negative(value: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    return {name: -x for name, x in value.items()} if isinstance(value, dict) else -value
+
+
 def collect(value: Tensor | dict[str, Tensor], by_name: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
     """Return the derivative in `value`, given that in each `at(value, name)`: the transpose of `at`."""
     return by_name if isinstance(value, dict) else torch.stack(list(by_name.values())).sum()

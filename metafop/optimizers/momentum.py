@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.optimizers.hyper import Positive, Unit, Value, alike, at, collect, tensors
+from metafop.optimizers.hyper import Positive, Unit, Value, alike, at, collect, negative, tensors
 from metafop.types import Domain, Params
 
 
@@ -100,7 +100,7 @@ class Momentum:
 
     def toward_after(self, hyper: MomentumHyper, opt: Params, cotangent: Params) -> Params:
         """Return `toward`, given the state after the step instead of what led to it."""
-        gain = tree.scale(hyper.lr, -1)
+        gain = negative(hyper.lr)
         if self.nesterov:
             return {k: at(gain, k) * (1 + at(hyper.decay, k)) * c for k, c in cotangent.items()}
         return {k: at(gain, k) * c for k, c in cotangent.items()}

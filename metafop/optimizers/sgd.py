@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.optimizers.hyper import Positive, Value, alike, at, collect, tensors
+from metafop.optimizers.hyper import Positive, Value, alike, at, collect, negative, tensors
 from metafop.types import Domain, Params
 
 
@@ -68,7 +68,7 @@ class SGD:
 
     def toward_after(self, hyper: SGDHyper, opt: tuple[()], cotangent: Params) -> Params:
         """Return `toward`, given the state after the step instead of what led to it."""
-        gain = tree.scale(hyper.lr, -1)
+        gain = negative(hyper.lr)
         return {k: at(gain, k) * c for k, c in cotangent.items()}
 
     def _moves(self, hyper: SGDHyper, params: Params, direction: Params) -> Params:

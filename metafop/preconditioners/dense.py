@@ -1,6 +1,7 @@
 """Full matrices P = M Mᵀ: over a layer's inputs, or over the positions of a convolution's kernel."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +26,11 @@ class Dense:
         return _identity(inputs(param), param)
 
     def apply(self, m: Tensor, grad: Tensor) -> Tensor:
-        return self.turn(gram.factor(m, gram.count(m, grad)), grad)
+        return self.turner(gram.factor(m, gram.count(m, grad)), grad)(grad)
 
-    def turn(self, factor: gram.Factor, grad: Tensor) -> Tensor:
-        """Return P g, given `gram.factor` of m and of the rows of `grad`."""
-        return gram.back(gram.times(factor, gram.rows(factor.matrix, grad)), grad)
+    def turner(self, factor: gram.Factor, grad: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return what makes P g of gradients like this one, given `gram.factor` of m and of its rows."""
+        return gram.turner(factor, grad, plus=False)
 
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
         """Return `(CᵀG + GᵀC) M`."""
@@ -70,8 +71,8 @@ class Spatial:
     def apply(self, m: Tensor, grad: Tensor) -> Tensor:
         return Dense().apply(m, grad)
 
-    def turn(self, factor: gram.Factor, grad: Tensor) -> Tensor:
-        return Dense().turn(factor, grad)
+    def turner(self, factor: gram.Factor, grad: Tensor) -> Callable[[Tensor], Tensor]:
+        return Dense().turner(factor, grad)
 
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
         return Dense().pullback(m, grad, cotangent)

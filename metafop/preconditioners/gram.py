@@ -1,5 +1,7 @@
 """Products with P = M Mᵀ, each in the cheaper order. Gradients are rows: (…, rows, n), and M is (…, n, k)."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,10 +13,10 @@ _NARROW = 16
 
 
 class Factor(NamedTuple):
-    """What gradients are multiplied by: P = M Mᵀ, for one row or several (`whole`), or M and then Mᵀ."""
+    """What gradients are multiplied by: P = M Mᵀ, for one row or several; or M, and then Mᵀ (`back`)."""
 
     matrix: Tensor
-    whole: bool
+    back: Tensor | None = None
 
 
 def is_whole(m: Tensor, count: int) -> bool:
@@ -44,12 +46,16 @@ def factor(m: Tensor, count: int) -> Factor:
     """Return what is less work for a gradient of `count` rows; it can serve many."""
     if not is_whole(m, count):
         return half(m)
-    return Factor(product(m, together(m.shape[-2], count)), True)
+    return Factor(product(m, together(m.shape[-2], count)))
 
 
 def half(m: Tensor) -> Factor:
     """Return M as a factor; one of few columns is stored column by column, which BLAS takes much faster."""
-    return Factor(m.mT.contiguous().mT if m.shape[-1] < _NARROW else m, False)
+    back = m.mT
+    if m.shape[-1] < _NARROW:
+        back = back.contiguous()
+        m = back.mT
+    return Factor(m, back)
 
 
 def rows(m: Tensor, grad: Tensor) -> Tensor:
@@ -62,24 +68,19 @@ def count(m: Tensor, grad: Tensor) -> int:
     return grad.numel() * m.shape[-1] // m.numel()
 
 
-def back(x: Tensor, grad: Tensor) -> Tensor:
-    """Return rows in the shape and the precision of the gradient that they come from."""
-    x = x.reshape(grad.shape)
-    return x if x.dtype == grad.dtype else x.to(grad.dtype)
+def turner(factor: Factor, grad: Tensor, plus: bool) -> Callable[[Tensor], Tensor]:
+    """Return what makes `G M Mᵀ`, or `G + G M Mᵀ`, of a gradient G of this shape and precision.
 
-
-def times(factor: Factor, g: Tensor) -> Tensor:
-    """Return `G M Mᵀ`: each row g becomes M Mᵀ g."""
-    p = factor.matrix
-    return g @ p if factor.whole else (g @ p) @ p.mT
-
-
-def plus_times(factor: Factor, g: Tensor) -> Tensor:
-    """Return `G + G M Mᵀ`."""
-    p = factor.matrix
-    if p.dim() > 2:
-        return g + times(factor, g)
-    return torch.addmm(g, g, p) if factor.whole else torch.addmm(g, g @ p, p.mT)
+    All that can be decided beforehand is: it can serve many.
+    """
+    p, back = factor
+    if back is None:
+        product = partial(_plus_times if plus else _times, p)
+    else:
+        product = partial(_plus_times_both if plus else _times_both, p, back)
+    if grad.dtype == p.dtype and _is_cut(p, grad, p.shape[0]):
+        return product
+    return partial(_turn_rows, product, p)
 
 
 def is_crossed(m: Tensor, count: int) -> bool:
@@ -116,7 +117,9 @@ def pullback(m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
         several = together(m.shape[-2], size)
         return pullback_crossed(m, cross(m, grad, cotangent, several), several)
     g, c = rows(m, grad), rows(m, cotangent)
-    return _tall(c.mT, _tall(g, m)) + _tall(g.mT, _tall(c, m))
+    if m.shape[-1] < _NARROW:
+        return _add_product((m.mT @ g.mT) @ c, m.mT @ c.mT, g).mT
+    return _add_product(c.mT @ (g @ m), g.mT, c @ m)
 
 
 def norm(m: Tensor) -> Tensor:
@@ -126,9 +129,31 @@ def norm(m: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(small.mT @ small) * largest[..., 0, 0] ** 2
 
 
-def _tall(a: Tensor, b: Tensor) -> Tensor:
-    """Return `A B`, for a B of few columns as the transpose of `Bᵀ Aᵀ`."""
-    return (b.mT @ a.mT).mT if b.shape[-1] < _NARROW else a @ b
+def _times(p: Tensor, g: Tensor) -> Tensor:
+    return g @ p
+
+
+def _times_both(p: Tensor, q: Tensor, g: Tensor) -> Tensor:
+    return (g @ p) @ q
+
+
+def _plus_times(p: Tensor, g: Tensor) -> Tensor:
+    return _add_product(g, g, p)
+
+
+def _plus_times_both(p: Tensor, q: Tensor, g: Tensor) -> Tensor:
+    return _add_product(g, g @ p, q)
+
+
+def _turn_rows(product: Callable[[Tensor], Tensor], p: Tensor, grad: Tensor) -> Tensor:
+    """Return the product of the gradient's rows, in its own shape and precision."""
+    turned = product(rows(p, grad)).reshape(grad.shape)
+    return turned if turned.dtype == grad.dtype else turned.to(grad.dtype)
+
+
+def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return `X + A B`."""
+    return torch.addmm(x, a, b) if x.dim() == 2 else x + a @ b
 
 
 def _once(several: int, like: Tensor) -> Tensor:
@@ -137,5 +162,10 @@ def _once(several: int, like: Tensor) -> Tensor:
 
 
 def _cut(m: Tensor, grad: Tensor, n: int) -> Tensor:
-    g = grad.reshape(*m.shape[:-2], -1, n)
-    return g if g.dtype == m.dtype else g.to(m.dtype)
+    if not _is_cut(m, grad, n):
+        grad = grad.reshape(*m.shape[:-2], -1, n)
+    return grad if grad.dtype == m.dtype else grad.to(m.dtype)
+
+
+def _is_cut(m: Tensor, grad: Tensor, n: int) -> bool:
+    return m.dim() == grad.dim() == 2 and grad.shape[1] == n

@@ -1,5 +1,6 @@
 """Low-rank departures from the identity, P = I + M Mᵀ, for wide layers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,11 +53,11 @@ class LowRank:
         return self.sigma * noise.to(param.device)
 
     def apply(self, m: Tensor, grad: Tensor) -> Tensor:
-        return self.turn(gram.factor(m, gram.count(m, grad)), grad)
+        return self.turner(gram.factor(m, gram.count(m, grad)), grad)(grad)
 
-    def turn(self, factor: gram.Factor, grad: Tensor) -> Tensor:
-        """Return P g, given `gram.factor` of m and of the rows of `grad`."""
-        return gram.back(gram.plus_times(factor, gram.rows(factor.matrix, grad)), grad)
+    def turner(self, factor: gram.Factor, grad: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return what makes P g of gradients like this one, given `gram.factor` of m and of its rows."""
+        return gram.turner(factor, grad, plus=True)
 
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
         """Return `(CᵀG + GᵀC) M` without forming an n-by-n matrix."""

@@ -1,6 +1,7 @@
 """P(m) g and its pullback for many parameters at once: equal-sized small matrices are one batched product."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,29 +15,26 @@ from metafop.types import Params, Preconditioner, Tree
 _GRAM = (Dense, Spatial, LowRank)  # P is made of M Mᵀ, and M is one matrix; a subclass may change that
 
 
-def factors(families: Mapping[str, Preconditioner], precond: Mapping[str, Tree], grads: Params) -> dict:
-    """Return for each parameter what `turn` takes. It depends on m, and on the gradient's shape alone."""
-    result: dict[str, Any] = {}
+def turners(
+    families: Mapping[str, Preconditioner], precond: Mapping[str, Tree], grads: Params
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return for each parameter what makes P g of g. It depends on m, and on the form of the gradient."""
+    result: dict[str, Callable[[Tensor], Tensor]] = {}
     whole: dict[str, Tensor] = {}
     several: dict[str, int] = {}
     for name, grad in grads.items():
-        m = precond[name]
-        if type(families[name]) not in _GRAM:
-            result[name] = m
+        m, family = precond[name], families[name]
+        if type(family) not in _GRAM:
+            result[name] = partial(family.apply, m)
             continue
         count = gram.count(m, grad)
         if gram.is_whole(m, count):
             whole[name], several[name] = m, gram.together(m.shape[-2], count)
         else:
-            result[name] = gram.half(m)
+            result[name] = family.turner(gram.half(m), grad)  # pyright: ignore
     for name, p in _together(gram.product, several, whole).items():
-        result[name] = gram.Factor(p, True)
+        result[name] = families[name].turner(gram.Factor(p), grads[name])  # pyright: ignore
     return result
-
-
-def turner(family: Preconditioner) -> Callable[[Any, Tensor], Tensor]:
-    """Return the function of a factor and g that gives P g."""
-    return family.turn if type(family) in _GRAM else family.apply  # pyright: ignore
 
 
 def pullbacks(
