@@ -97,6 +97,11 @@ def signed(group: Group, grad: Tensor) -> Tensor:
     return -grad if group.get("maximize", False) else grad
 
 
+def number(lr: float | Tensor) -> float | Tensor:
+    """Return an lr as a number; on other devices it stays there."""
+    return lr.reshape(()) if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr)
+
+
 def is_zero(lr: float | Tensor) -> bool:
     """Return whether nothing will move. Where looking would wait for a device, it will."""
     if isinstance(lr, Tensor):

@@ -11,6 +11,33 @@ import torch
 from torch import Tensor, nn
 
 
+class Descent:
+    """Parameters and their velocities, which suit the kernel: it looks at nothing but where they begin."""
+
+    def __init__(self, params: list[Tensor], velocities: list[Tensor]) -> None:
+        self.params, self.velocities = params, velocities
+        self._shapes = [p.shape for p in params]
+
+    def suits(self, grads: list[Tensor]) -> bool:
+        """Return whether gradients do too. They tell if a parameter is another one now, in type or shape."""
+        return all(map(_suits, grads, self.params, self._shapes))
+
+    def step(self, group: Mapping[str, Any], steered: Mapping[str, Any], grads: list[Tensor]) -> None:
+        """Take the step of a group without dampening; what is learned of its settings is in `steered`."""
+        torch._fused_sgd_(
+            self.params,
+            grads,
+            self.velocities,
+            lr=steered.get("lr", group["lr"]),
+            momentum=steered.get("momentum", group["momentum"]),
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            dampening=0.0,
+            is_first_step=False,
+        )
+
+
 def is_free(group: Mapping[str, Any]) -> bool:
     """Return whether it is left to torch how the step is computed, and all settings are plain numbers."""
     return (
@@ -26,28 +53,20 @@ def is_plain(param: Tensor) -> bool:
     return type(param) in (Tensor, nn.Parameter) and param.device.type == "cpu"
 
 
-def suits(x: Tensor) -> bool:
-    """Return whether the kernel can take the tensor as it lies in memory."""
-    return x.dtype is torch.float32 and x.layout is torch.strided and x.is_contiguous()
+def made(params: list[Tensor], velocities: list[Tensor | None]) -> Descent | None:
+    """Return the descent, if there is a velocity for each parameter: the first step is the base's own."""
+    known = [v for v in velocities if v is not None and is_plain(v)]
+    if len(known) < len(params) or any(p.dtype is not torch.float32 for p in params):
+        return None
+    descent = Descent(params, known)
+    return descent if descent.suits(known) else None
 
 
-def descend(
-    group: Mapping[str, Any],
-    steered: Mapping[str, Any],
-    params: list[Tensor],
-    grads: list[Tensor],
-    velocities: list[Tensor],
-) -> None:
-    """Take the step of a group, without dampening; what is learned of its settings is in `steered`."""
-    torch._fused_sgd_(
-        params,
-        grads,
-        velocities,
-        lr=steered.get("lr", group["lr"]),
-        momentum=steered.get("momentum", group["momentum"]),
-        weight_decay=group["weight_decay"],
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
-        dampening=0.0,
-        is_first_step=False,
+def _suits(x: Tensor, param: Tensor, shape: torch.Size) -> bool:
+    return (
+        x.layout is torch.strided
+        and x.dtype is torch.float32
+        and x.shape == shape
+        and x.is_contiguous()
+        and param.is_contiguous()
     )

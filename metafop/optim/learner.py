@@ -7,6 +7,7 @@ What is learned is written at once, and undone if the base's step fails; all els
 """
 
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,9 +66,9 @@ class Learner:
         if work.velocity and work.turning:
             self._credit(work)
         if work.is_busy():
-            self._record(work, [item for item in work.turning if item.before is not None])
+            self._record(work, [item for item in work.turning if item.recorded])
             for item in work.turning:
-                item.keep("taken", int(item.before is not None))
+                item.keep("taken", int(item.recorded))
             work.rest()
         work.pending["fop_steps"] = work.group["fop_steps"] + 1
 
@@ -75,14 +76,22 @@ class Learner:
         """Keep what is to be learned from this step."""
         if not recorded:
             return
-        moved = [wide(item.before) for item in recorded if item.before is not None]
-        torch._foreach_sub_(moved, [wide(item.param) for item in recorded])
         lr = work.lr.clone() if isinstance(work.lr, Tensor) else work.lr
-        for item, size in zip(recorded, torch._foreach_norm(moved), strict=True):
+        for item, size in zip(recorded, self._moved(work, recorded), strict=True):
             item.keep("moved", size)
             item.keep("lr", lr)
             if not work.velocity:
                 item.keep("credit", wide(bases.signed(work.group, item.grad)).clone())
+
+    def _moved(self, work: Work, recorded: list[Item]) -> list[Tensor]:
+        """Return ‖Δθ‖ of each parameter; Δθ = -lr v' if it is known that a heavy ball moved it."""
+        if work.rolls:
+            norms = list(torch._foreach_norm([item.state["momentum_buffer"] for item in recorded]))
+            torch._foreach_mul_(norms, abs(work.lr))
+            return norms
+        moved = [wide(item.before) for item in recorded if item.before is not None]
+        torch._foreach_sub_(moved, [wide(item.param) for item in recorded])
+        return list(torch._foreach_norm(moved))
 
     def _begin(self, work: Work, item: Item) -> None:
         """Take up a parameter, at its first step or from a state that was loaded."""
@@ -147,32 +156,34 @@ class Learner:
         if not due:
             return
         cotangents = work.signed(due)
+        toward, sizes = self._toward(work, due, cotangents)
+        if work.group["scale_free"]:
+            sizes = [a * b for a, b in zip(sizes, self._sizes(due, cotangents), strict=True)]
         pulled = stacks.pullbacks(
             {item.key: item.plan.family for item in due},
             {item.key: item.m for item in due},
             {item.key: item.own("credit" if work.apart else "memory") for item in due},
-            self._toward(work, due, cotangents),
+            toward,
         )
-        leaves, grads, sizes = [], [], []
-        safe = self._sizes(due, cotangents) if work.group["scale_free"] else None
-        for place, item in enumerate(due):
-            found = tree.leaves(pulled[item.key])
-            learned = [h for h, is_learned in zip(found, item.plan.learned, strict=True) if is_learned]
+        leaves, grads, over = [], [], []
+        for item, size in zip(due, sizes, strict=True):
+            h = pulled[item.key]
+            found = [h] if isinstance(h, Tensor) else tree.leaves(h)
+            learned = [x for x, is_learned in zip(found, item.plan.learned, strict=True) if is_learned]
             leaves += item.leaves
             grads += learned
-            sizes += [safe[place]] * len(learned) if safe else []
+            over += [size] * len(learned)
             for time in item.times:
                 if work.undo is not None:
                     work.undo.append(([time], [time.clone()]))
                 time += 1
         if leaves:
-            grads = list(torch._foreach_div(grads, sizes)) if safe else grads
-            self.mover.move(work.group["meta_lr"], leaves, grads, work.undo)
+            self.mover.move(work.group["meta_lr"], leaves, list(torch._foreach_div(grads, over)), work.undo)
         for item in due:
             item.turn = None
             item.keep("updates", item.own("updates") + 1)
 
-    def _sizes(self, due: list[Item], cotangents: Params) -> list[float] | list[Tensor]:
+    def _sizes(self, due: list[Item], cotangents: Params) -> list[Any]:
         """Return ‖∇J‖ ‖Δθ‖ of each parameter, infinite where it is zero (docs/math.md, 14)."""
         norms, moved = torch._foreach_norm(list(cotangents.values())), [item.own("moved") for item in due]
         if norms[0].device.type == "cpu":
@@ -181,17 +192,20 @@ class Learner:
         sizes = torch.stack(norms) * torch.stack(moved)  # no waiting for a device
         return list(torch.where(sizes > 0, sizes, inf).unbind())
 
-    def _toward(self, work: Work, due: list[Item], cotangents: Params) -> Params:
-        """Return the cotangent of the direction, or of the movement that P is credited with."""
+    def _toward(self, work: Work, due: list[Item], cotangents: Params) -> tuple[Params, list[Any]]:
+        """Return the cotangent of what P is credited with, and by what its pullback is yet to be divided."""
         # One for each: some may have had no gradient for a while, and a scheduler went on.
         lrs = {item.key: item.own("lr") for item in due}
-        hyper = work.last_hyper(
-            lrs if len(set(lrs.values())) > 1 else lrs[due[0].key], cotangents[due[0].key].dtype
-        )
+        dtype = cotangents[due[0].key].dtype
+        if dtype is not torch.float64 and not isinstance(work.known, Adam):
+            # They are linear, and M is smaller. In double precision the order, and the bits, are Online's.
+            return cotangents, [-1 / (work.gain * bases.number(lr)) for lr in lrs.values()]
+        hyper = work.last_hyper(lrs if len(set(lrs.values())) > 1 else lrs[due[0].key], dtype)
+        rest = [1.0] * len(due)
         if work.known is None:
-            return SGD().toward_after(hyper, (), cotangents)
+            return SGD().toward_after(hyper, (), cotangents), rest
         if not isinstance(work.known, Adam):
-            return work.known.toward_after(hyper, (), cotangents)  # pyright: ignore
+            return work.known.toward_after(hyper, (), cotangents), rest  # pyright: ignore
         result = {}
         for item in due:
             k, c = item.key, cotangents[item.key]
@@ -203,15 +217,18 @@ class Learner:
                 before = bases.opt(work.known, k, held, c.dtype)
                 at = (hyper, {k: wide(item.param)}, before, {k: item.own("direction")}, {k: c})
                 result |= work.known.pullback(*at)[1]
-        return result
+        return result, rest
 
     def _hold(self, work: Work, recorded: list[Item]) -> None:
         """Keep what the next step needs to know of the time before this one."""
         if not recorded:
             return
-        copies = torch._foreach_mul([item.param for item in recorded], 1.0)
-        for item, copy in zip(recorded, copies, strict=True):
-            item.before = copy
+        if not work.rolls:
+            copies = torch._foreach_mul([item.param for item in recorded], 1.0)
+            for item, copy in zip(recorded, copies, strict=True):
+                item.before = copy
+        for item in recorded:
+            item.recorded = True
             if work.through_moments and item.turned is not None:
                 for name, x in bases.held(work.known, item.param, item.state).items():
                     item.keep(f"held_{name}", x.clone())
@@ -232,5 +249,5 @@ class Learner:
         credit, after = work.known.credit(hyper, memory, grads)  # pyright: ignore
         for item in work.turning:
             item.keep("memory", after[item.key])  # pyright: ignore
-            if item.before is not None:
+            if item.recorded:
                 item.keep("credit", credit[item.key])  # pyright: ignore

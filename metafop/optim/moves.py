@@ -48,7 +48,7 @@ class Mover:
 
         What is written over goes to `undo`, if that is given.
         """
-        if type(self.optimizer) is Adam and all(map(_suits_kernel, leaves)):
+        if type(self.optimizer) is Adam and all(map(_suits_kernel, leaves, grads)):
             self._move_fused(lr, leaves, grads, undo)
         else:
             self._move(lr, leaves, grads, undo)
@@ -105,7 +105,12 @@ class Mover:
         return [value, *states], places, [new["m"], *tree.leaves(new_opt)]
 
 
-def _suits_kernel(leaf: Leaf) -> bool:
+def _suits_kernel(leaf: Leaf, grad: Tensor) -> bool:
     """Return whether speed is worth more than bits: in double precision they are those of `Online`."""
     value = leaf.value
-    return value.dtype is torch.float32 and value.device.type == "cpu" and value.is_contiguous()
+    return (
+        value.dtype is grad.dtype is torch.float32
+        and value.shape == grad.shape
+        and value.device.type == "cpu"
+        and value.is_contiguous()
+    )

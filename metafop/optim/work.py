@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from metafop.optim import bases, choices, descent
+from metafop.optim.descent import Descent
 from metafop.optim.moves import Leaf, Undo
 from metafop.optim.plans import PREFIX, Plan
 from metafop.optimizers import Adam, Momentum
@@ -37,7 +38,8 @@ class Item:
         """Let go of the step at hand."""
         self.grad: Tensor = self.param
         self.turned: Tensor | None = None  # P g, where there is a P
-        self.before: Tensor | None = None  # the parameter before the step, if the next may learn from it
+        self.recorded = False  # whether the next step may learn from this one
+        self.before: Tensor | None = None  # the parameter before the step, if that takes it
         self.entries: dict[str, Any] = {}  # what is to be written into the state
 
     def take(self, grad: Tensor, state: dict[str, Any]) -> bool:
@@ -85,6 +87,7 @@ class Work:
         self._kind: Any = None
         self._with_grad: list[Tensor] = []  # the parameters that have one
         self._seen: list[tuple[Item, int]] = []  # those whose gradients are looked at, and which of these
+        self._descent: Descent | None = None  # the base's step, if it can be taken for the base
         self.ready = False  # whether all that turns has what it needs, and no step to learn from
         self._quiet_until = 0
         self.clear()
@@ -92,7 +95,6 @@ class Work:
     def clear(self) -> None:
         """Let go of the step at hand."""
         self._grads: list[Tensor] = []
-        self._velocities: list[Tensor] = []
         self.descends = False  # whether the step is taken for the base
         self.steered: dict[str, Any] = {}  # settings that are learned, as they are in this step
         self.pending: dict[str, Any] = {}  # what is to be written into the group
@@ -121,17 +123,13 @@ class Work:
             if not item.take(present[place], states[place]):
                 self.ready = False
         if isinstance(known, Momentum) and self._is_plain and descent.is_free(group):
-            # There are none before the first step, which is the base's own.
-            velocities = [v for state in states if (v := state.get("momentum_buffer")) is not None]
-            alike = len(velocities) == len(present)
-            self.descends = alike and all(map(descent.suits, (*present, *self._with_grad, *velocities)))
-            self._velocities = velocities
+            self.descends = self._can_descend([state.get("momentum_buffer") for state in states])
         return bool(present)
 
     def _arrange(self, known: bases.Known | None, grads: list[Tensor | None]) -> None:
         """Sort out who has a gradient and how they are learned from."""
         learn = self.group["learn"]
-        self.known, self.ready = known, False
+        self.known, self.ready, self._descent = known, False, None
         self.items = [item for item, grad in zip(self._crew, grads, strict=True) if grad is not None]
         self.turning = [item for item in self.items if item.plan.shapes] if "precond" in learn else []
         self.learned = [name for name in learn if name != "precond"]  # settings, that is
@@ -143,13 +141,20 @@ class Work:
         self.apart = not self.velocity or not isinstance(known, Momentum) or known.nesterov
         self.through_moments = isinstance(known, Adam) and not self.velocity
 
+    def _can_descend(self, velocities: list[Tensor | None]) -> bool:
+        """Return whether the base's step can be taken for it."""
+        if self._descent is None or not all(map(operator.is_, velocities, self._descent.velocities)):
+            self._descent = descent.made(self._with_grad, velocities)
+        return self._descent is not None and self._descent.suits(self._grads)
+
     def descend(self) -> None:
         """Take the base's step for it."""
+        assert self._descent is not None  # as `descends` says
         along = self._grads.copy()
         for item, place in self._seen:
             if item.turned is not None:
                 along[place] = item.turned
-        descent.descend(self.group, self.steered, self._with_grad, along, self._velocities)
+        self._descent.step(self.group, self.steered, along)
 
     def is_busy(self) -> bool:
         """Return whether there is more to do in this step than to use what was learned."""
@@ -178,6 +183,18 @@ class Work:
         return self.steered.get("lr", self.group["lr"])
 
     @property
+    def gain(self) -> float:
+        """Minus the derivative of the parameters in the direction of the last step, over its lr."""
+        if not isinstance(self.known, Momentum) or not self.known.nesterov:
+            return 1.0
+        return 1.0 + float(self._last("momentum"))
+
+    @property
+    def rolls(self) -> bool:
+        """Whether this is a heavy ball whose step is taken here: θ moves by -lr v', to rounding."""
+        return self.descends and isinstance(self.known, Momentum) and not self.known.nesterov
+
+    @property
     def moves(self) -> bool:
         """Whether the parameters will move at all: a step of lr zero teaches nothing."""
         return not bases.is_zero(self.group["lr"])
@@ -189,8 +206,13 @@ class Work:
 
     def last_hyper(self, lr: Any, dtype: torch.dtype) -> Any:
         """Return the settings of the last step, as those that are learned were then."""
-        used = {k: self.group.get(f"{PREFIX}{k}_used", self.group[k]) for k in self.learned if k != "lr"}
+        used = {name: self._last(name) for name in self.learned if name != "lr"}
         return bases.hyper(self.known, {**self.group, **used} if used else self.group, lr, dtype)
+
+    def _last(self, name: str) -> Any:
+        """Return a setting as it was in the last step, if it is learned."""
+        used = self.group.get(f"{PREFIX}{name}_used") if name in self.learned else None
+        return self.group[name] if used is None else used
 
     def signed(self, items: list[Item]) -> Params:
         """Return the gradients of what is minimized."""

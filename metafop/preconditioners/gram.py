@@ -116,9 +116,15 @@ def pullback(m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
     if is_crossed(m, size):
         several = together(m.shape[-2], size)
         return pullback_crossed(m, cross(m, grad, cotangent, several), several)
+    return pullback_both(m, grad, cotangent)
+
+
+def pullback_both(m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
+    """Return `Cᵀ (G M) + Gᵀ (C M)`."""
     g, c = rows(m, grad), rows(m, cotangent)
     if m.shape[-1] < _NARROW:
-        return _add_product((m.mT @ g.mT) @ c, m.mT @ c.mT, g).mT
+        narrow = m.mT
+        return _add_product((narrow @ g.mT) @ c, narrow @ c.mT, g).mT
     return _add_product(c.mT @ (g @ m), g.mT, c @ m)
 
 
@@ -142,7 +148,9 @@ def _plus_times(p: Tensor, g: Tensor) -> Tensor:
 
 
 def _plus_times_both(p: Tensor, q: Tensor, g: Tensor) -> Tensor:
-    return _add_product(g, g @ p, q)
+    if g.dim() == 2:
+        return torch.addmm(g, torch.mm(g, p), q)
+    return g + (g @ p) @ q
 
 
 def _turn_rows(product: Callable[[Tensor], Tensor], p: Tensor, grad: Tensor) -> Tensor:

@@ -51,8 +51,10 @@ def pullbacks(
             if gram.is_crossed(m, count):
                 several[name] = gram.together(m.shape[-2], count)
                 crosses[name] = gram.cross(m, grad, cotangent, several[name])
-                continue
-        result[name] = family.pullback(m, grad, cotangent)
+            else:
+                result[name] = gram.pullback_both(m, grad, cotangent)
+        else:
+            result[name] = family.pullback(m, grad, cotangent)
     ms = {name: precond[name] for name in crosses}
     result |= _together(gram.pullback_crossed, several, ms, crosses)
     return {name: result[name] for name in precond}
