@@ -16,11 +16,16 @@ class Descent:
 
     def __init__(self, params: list[Tensor], velocities: list[Tensor]) -> None:
         self.params, self.velocities = params, velocities
-        self._shapes = [p.shape for p in params]
+        self._bytes = [p.nbytes for p in params]
 
     def suits(self, grads: list[Tensor]) -> bool:
-        """Return whether gradients do too. They tell if a parameter is another one now, in type or shape."""
-        return all(map(_suits, grads, self.params, self._shapes))
+        """Return whether gradients do too. They tell if a parameter has become another, in type or shape."""
+        return (
+            {grad.layout for grad in grads} == {torch.strided}
+            and [grad.nbytes for grad in grads] == self._bytes
+            and all(map(Tensor.is_contiguous, grads))
+            and all(map(Tensor.is_contiguous, self.params))
+        )
 
     def step(self, group: Mapping[str, Any], steered: Mapping[str, Any], grads: list[Tensor]) -> None:
         """Take the step of a group without dampening; what is learned of its settings is in `steered`."""
@@ -60,13 +65,3 @@ def made(params: list[Tensor], velocities: list[Tensor | None]) -> Descent | Non
         return None
     descent = Descent(params, known)
     return descent if descent.suits(known) else None
-
-
-def _suits(x: Tensor, param: Tensor, shape: torch.Size) -> bool:
-    return (
-        x.layout is torch.strided
-        and x.dtype is torch.float32
-        and x.shape == shape
-        and x.is_contiguous()
-        and param.is_contiguous()
-    )

@@ -214,7 +214,6 @@ class FOP(Optimizer):
             for work in works:
                 if done:
                     self._learner.remember(work)
-                    work.write()
                 else:
                     self._learner.undo(work)
             for work in self._works:

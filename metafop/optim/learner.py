@@ -40,18 +40,21 @@ class Learner:
                 self._begin(work, item)
             if item.needs != needs:
                 self._prepare(work, item)
-        due = [item for item in work.turning if item.own("taken")] if work.moves else []
+        moves, soon = work.moves, work.group["fop_steps"] + 1
+        due = [item for item in work.turning if item.own("taken")] if moves else []
         if work.group["order"] == "paper":  # take this step with the old m
             self._precondition(work.turning)
             self._learn(work, due)
         else:
             self._learn(work, due)
             self._precondition(work.turning)
-        for item in due:
-            item.next = work.next()
-            item.keep("next", item.next)
-        soon = work.group["fop_steps"] + 1
-        self._hold(work, [item for item in work.turning if work.moves and soon >= item.next])
+        if due:
+            later = work.next()
+            for item in due:
+                item.next = later
+                item.keep("next", later)
+        if moves:
+            self._hold(work, [item for item in work.turning if soon >= item.next])
 
     def undo(self, work: Work) -> None:
         """Put back what was learned in this step, and forget what was made of it."""
@@ -70,7 +73,7 @@ class Learner:
             for item in work.turning:
                 item.keep("taken", int(item.recorded))
             work.rest()
-        work.pending["fop_steps"] = work.group["fop_steps"] + 1
+        work.write()
 
     def _record(self, work: Work, recorded: list[Item]) -> None:
         """Keep what is to be learned from this step."""
@@ -86,9 +89,8 @@ class Learner:
     def _moved(self, work: Work, recorded: list[Item]) -> list[Tensor]:
         """Return ‖Δθ‖ of each parameter; Δθ = -lr v' if it is known that a heavy ball moved it."""
         if work.rolls:
-            norms = list(torch._foreach_norm([item.state["momentum_buffer"] for item in recorded]))
-            torch._foreach_mul_(norms, abs(work.lr))
-            return norms
+            norms = torch._foreach_norm([item.state["momentum_buffer"] for item in recorded])
+            return list(torch._foreach_mul(norms, work.lr))
         moved = [wide(item.before) for item in recorded if item.before is not None]
         torch._foreach_sub_(moved, [wide(item.param) for item in recorded])
         return list(torch._foreach_norm(moved))
@@ -157,14 +159,14 @@ class Learner:
             return
         cotangents = work.signed(due)
         toward, sizes = self._toward(work, due, cotangents)
-        if work.group["scale_free"]:
-            sizes = [a * b for a, b in zip(sizes, self._sizes(due, cotangents), strict=True)]
         pulled = stacks.pullbacks(
             {item.key: item.plan.family for item in due},
             {item.key: item.m for item in due},
             {item.key: item.own("credit" if work.apart else "memory") for item in due},
             toward,
         )
+        if work.group["scale_free"]:
+            sizes = [a * b for a, b in zip(sizes, self._sizes(due, cotangents), strict=True)]
         leaves, grads, over = [], [], []
         for item, size in zip(due, sizes, strict=True):
             h = pulled[item.key]

@@ -220,8 +220,9 @@ class Work:
 
     def write(self) -> None:
         """Write everything down, once the base has taken its step."""
+        self.group["fop_steps"] += 1
         self.group.update(self.pending)
-        for item in self.items:
+        for item, _ in self._seen:
             if item.entries:
                 item.write()
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 # Over products with few columns BLAS takes up to six times as long as their size tells: below this number,
 # transposes are multiplied, or rows are taken together.
@@ -122,10 +123,12 @@ def pullback(m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
 def pullback_both(m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
     """Return `Cᵀ (G M) + Gᵀ (C M)`."""
     g, c = rows(m, grad), rows(m, cotangent)
-    if m.shape[-1] < _NARROW:
-        narrow = m.mT
-        return _add_product((narrow @ g.mT) @ c, narrow @ c.mT, g).mT
-    return _add_product(c.mT @ (g @ m), g.mT, c @ m)
+    if m.shape[-1] >= _NARROW:
+        return _add_product(c.mT @ (g @ m), g.mT, c @ m)
+    narrow = m.mT
+    if m.dim() > 2:
+        return ((narrow @ g.mT) @ c + (narrow @ c.mT) @ g).mT
+    return torch.addmm(linear(narrow, g) @ c, linear(narrow, c), g).mT
 
 
 def norm(m: Tensor) -> Tensor:
