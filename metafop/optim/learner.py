@@ -41,7 +41,7 @@ class Learner:
             if item.needs != needs:
                 self._prepare(work, item)
         moves, soon = work.moves, work.group["fop_steps"] + 1
-        due = [item for item in work.turning if item.own("taken")] if moves else []
+        due = [item for item in work.turning if work.is_due(item)] if moves else []
         if work.group["order"] == "paper":  # take this step with the old m
             self._precondition(work.turning)
             self._learn(work, due)
@@ -54,7 +54,7 @@ class Learner:
                 item.next = later
                 item.keep("next", later)
         if moves:
-            self._hold(work, [item for item in work.turning if soon >= item.next])
+            self._hold(work, [item for item in work.turning if work.rolls or soon >= item.next])
 
     def undo(self, work: Work) -> None:
         """Put back what was learned in this step, and forget what was made of it."""
@@ -77,23 +77,17 @@ class Learner:
 
     def _record(self, work: Work, recorded: list[Item]) -> None:
         """Keep what is to be learned from this step."""
-        if not recorded:
-            return
         lr = work.lr.clone() if isinstance(work.lr, Tensor) else work.lr
-        for item, size in zip(recorded, self._moved(work, recorded), strict=True):
-            item.keep("moved", size)
+        for item in recorded:
             item.keep("lr", lr)
+            item.keep("rolled", int(work.rolls))
             if not work.velocity:
                 item.keep("credit", wide(bases.signed(work.group, item.grad)).clone())
-
-    def _moved(self, work: Work, recorded: list[Item]) -> list[Tensor]:
-        """Return ‖Δθ‖ of each parameter; Δθ = -lr v' if it is known that a heavy ball moved it."""
-        if work.rolls:
-            norms = torch._foreach_norm([item.state["momentum_buffer"] for item in recorded])
-            return list(torch._foreach_mul(norms, work.lr))
-        moved = [wide(item.before) for item in recorded if item.before is not None]
-        torch._foreach_sub_(moved, [wide(item.param) for item in recorded])
-        return list(torch._foreach_norm(moved))
+        if recorded and not work.rolls:
+            moved = [wide(item.before) for item in recorded if item.before is not None]
+            torch._foreach_sub_(moved, [wide(item.param) for item in recorded])
+            for item, size in zip(recorded, torch._foreach_norm(moved), strict=True):
+                item.keep("moved", size)
 
     def _begin(self, work: Work, item: Item) -> None:
         """Take up a parameter, at its first step or from a state that was loaded."""
@@ -118,6 +112,7 @@ class Learner:
         item.keep("updates", 0)
         item.keep("taken", 0)
         item.keep("lr", 0.0)
+        item.keep("rolled", 0)
         item.keep("moved", wide(item.grad).new_zeros(()))
 
     def _prepare(self, work: Work, item: Item) -> None:
@@ -187,12 +182,18 @@ class Learner:
 
     def _sizes(self, due: list[Item], cotangents: Params) -> list[Any]:
         """Return ‖∇J‖ ‖Δθ‖ of each parameter, infinite where it is zero (docs/math.md, 14)."""
-        norms, moved = torch._foreach_norm(list(cotangents.values())), [item.own("moved") for item in due]
-        if norms[0].device.type == "cpu":
-            sizes = [float(a) * float(b) for a, b in zip(norms, moved, strict=True)]
-            return [size if size > 0 else inf for size in sizes]
-        sizes = torch.stack(norms) * torch.stack(moved)  # no waiting for a device
-        return list(torch.where(sizes > 0, sizes, inf).unbind())
+        rolled = [item.state["momentum_buffer"] for item in due if item.own("rolled")]  # Δθ = -lr v'
+        norms: Any = torch._foreach_norm([*cotangents.values(), *rolled])
+        on_cpu = norms[0].device.type == "cpu"  # elsewhere looking would have to wait
+        norms = iter(map(float, norms) if on_cpu else norms)
+        sizes = [next(norms) for _ in due]
+        for i, item in enumerate(due):
+            sizes[i] *= (
+                bases.number(item.own("lr")) * next(norms) if item.own("rolled") else item.own("moved")
+            )
+        if on_cpu:
+            return [float(size) if size > 0 else inf for size in sizes]
+        return [torch.where(size > 0, size, inf) for size in sizes]
 
     def _toward(self, work: Work, due: list[Item], cotangents: Params) -> tuple[Params, list[Any]]:
         """Return the cotangent of what P is credited with, and by what its pullback is yet to be divided."""
@@ -241,9 +242,10 @@ class Learner:
         """Bring up to date what the base's movement is made of."""
         if not work.apart:  # a heavy ball: u' = g + decay u, as in `Momentum.credit`, but in place
             decay = float(work.steered.get("momentum", work.group["momentum"]))
+            plain = work.descends and not work.group["maximize"]
             for item in work.turning:
-                u = item.own("memory")
-                torch.add(wide(bases.signed(work.group, item.grad)), u, alpha=decay, out=u)
+                u, grad = item.own("memory"), item.grad
+                torch.add(grad if plain else wide(bases.signed(work.group, grad)), u, alpha=decay, out=u)
             return
         grads = work.signed(work.turning)
         memory = {item.key: item.own("memory") for item in work.turning}

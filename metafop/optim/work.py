@@ -112,7 +112,8 @@ class Work:
         """Take up the step at hand, and return whether there are gradients for it."""
         group, grads = self.group, [param.grad for param in self._params]
         known, without = bases.described(self._base, group), [grad is None for grad in grads]
-        kind = (known, group["credit"], group["learn"], group["order"], group["interval"], without)
+        settings = group["credit"], group["learn"], group["order"], group["interval"], group["scale_free"]
+        kind = (known, settings, without)
         if kind != self._kind:
             choices.check_group(self._base, group)
             self._arrange(known, grads)
@@ -162,8 +163,13 @@ class Work:
 
     def rest(self) -> None:
         """Find out for how long there will be no more to do than that."""
-        self._quiet_until = min((item.next for item in self.turning), default=0)
-        self.ready = not any(item.own("taken") for item in self.turning)
+        self._quiet_until = min((item.next for item in self.turning), default=0) + self.rolls
+        self.ready = self.rolls or not any(item.own("taken") for item in self.turning)
+
+    def is_due(self, item: Item) -> bool:
+        """Return whether the parameter is to learn from the last step that it took."""
+        usable = self.group["scale_free"] or not item.own("rolled")  # its lr may be that of an earlier step
+        return bool(item.own("taken")) and self.group["fop_steps"] >= item.next and usable
 
     def next(self) -> int:
         """Return the next step in which to learn: a multiple of the interval."""
@@ -191,8 +197,11 @@ class Work:
 
     @property
     def rolls(self) -> bool:
-        """Whether this is a heavy ball whose step is taken here: θ moves by -lr v', to rounding."""
-        return self.descends and isinstance(self.known, Momentum) and not self.known.nesterov
+        """Whether u and the velocity v' tell all about any last step: of a heavy ball, taken here.
+
+        To rounding, θ moves by -lr v'; and what is free of scale is free of lr.
+        """
+        return self.descends and not self.apart and self.group["scale_free"]
 
     @property
     def moves(self) -> bool:
