@@ -21,7 +21,8 @@ class Descent:
     def suits(self, grads: list[Tensor]) -> bool:
         """Return whether gradients do too. They tell if a parameter has become another, in type or shape."""
         return (
-            {grad.layout for grad in grads} == {torch.strided}
+            grads[0].is_cpu
+            and {grad.layout for grad in grads} == {torch.strided}
             and [grad.nbytes for grad in grads] == self._bytes
             and all(map(Tensor.is_contiguous, grads))
             and all(map(Tensor.is_contiguous, self.params))

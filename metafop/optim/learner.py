@@ -143,7 +143,13 @@ class Learner:
         for item in turning:
             grad = item.grad
             turned = item.turn(grad)  # pyright: ignore
-            # Fused kernels take it that a gradient lies in memory as its parameter does.
+            # Fused kernels take it that a gradient lies in memory as its parameter does, and do not look.
+            if turned.nbytes != grad.nbytes:
+                raise RuntimeError(
+                    f"{item.plan.family} of {item.plan.name!r} makes {turned.dtype}, {tuple(turned.shape)}, "
+                    f"of a gradient of {grad.dtype}, {tuple(grad.shape)}. "
+                    "Let its apply return something like the gradient."
+                )
             if turned.stride() != grad.stride():
                 turned = torch.empty_like(grad).copy_(turned)
             item.turned = turned

@@ -65,12 +65,9 @@ class Mover:
         torch._foreach_add_(times, 1)  # time passes in any case, as ages do
         if not all(map(isfinite, torch._foreach_norm(grads))):
             return
-        if self._made[0] != lr:
-            self._made = lr, {name: x.item() for name, x in self.optimizer.hyper(lr=lr)._asdict().items()}
+        numbers, _ = self._hyper(lr, values[0])
         grads = [grad.contiguous() for grad in grads]
-        torch._fused_adam_(
-            values, grads, means, squares, [], times, **self._made[1], amsgrad=False, maximize=False
-        )
+        torch._fused_adam_(values, grads, means, squares, [], times, **numbers, amsgrad=False, maximize=False)
 
     def _move(self, lr: float, leaves: list[Leaf], grads: list[Tensor], undo: Undo | None) -> None:
         """Make vectors of all that are of one age, and move these."""
@@ -100,9 +97,19 @@ class Mover:
         )
         opt = tree.unflatten(states, self._structure)
         grad = torch.cat([h.reshape(-1) for h in grads])
-        hyper = tree.map(lambda x: x.to(dtype=value.dtype, device=value.device), self.optimizer.hyper(lr=lr))
+        _, hyper = self._hyper(lr, value)
         new, new_opt = self.optimizer.update(hyper, {"m": value}, opt, {"m": grad})
         return [value, *states], places, [new["m"], *tree.leaves(new_opt)]
+
+    def _hyper(self, lr: float, like: Tensor) -> tuple[dict[str, Any], Any]:
+        """Return the hyperparameters as numbers and as tensors, made anew if anything has changed."""
+        key = (lr, like.dtype, like.device)
+        if self._made[0] != key:
+            hyper = self.optimizer.hyper(lr=lr)
+            numbers = {name: x.item() for name, x in hyper._asdict().items()}
+            tensors = tree.map(lambda x: x.to(dtype=like.dtype, device=like.device), hyper)
+            self._made = key, (numbers, tensors)
+        return self._made[1]
 
 
 def _suits_kernel(leaf: Leaf, grad: Tensor) -> bool:

@@ -123,7 +123,7 @@ class Work:
         for item, place in self._seen:
             if not item.take(present[place], states[place]):
                 self.ready = False
-        if isinstance(known, Momentum) and self._is_plain and descent.is_free(group):
+        if present and isinstance(known, Momentum) and self._is_plain and descent.is_free(group):
             self.descends = self._can_descend([state.get("momentum_buffer") for state in states])
         return bool(present)
 
