@@ -75,6 +75,7 @@ COLORS = {
     "rank4_every_step": "#004166",
     "rank64_every_step": "#8ab6d6",
     "paper": "#009e73",
+    "sgd_fused": "#cccccc",
     "adam": "#999999",
     "muon": "#f0e442",
     "soap": "#e69f00",

@@ -30,7 +30,7 @@ OURS: dict[str, dict[str, Any]] = {
     "paper": {"preset": "paper"},
 }
 SECOND_ORDER = ("soap", "shampoo_every_10th", "shampoo")
-PEERS = ("adam", "muon", *SECOND_ORDER)
+PEERS = ("sgd_fused", "adam", "muon", *SECOND_ORDER)
 PERIOD = 10
 WARMUP = 2  # rounds, in which states are made
 LEAD = 3  # steps at the beginning of a longer turn: SGD's first takes half as long again as its fourth
@@ -75,8 +75,8 @@ def optimizers(method: str, model: nn.Module) -> Sequence[Optimizer]:
     if method in OURS:
         return [FOP(model, torch.optim.SGD, lr=LR, momentum=MOMENTUM, **OURS[method])]
     params = list(model.parameters())
-    if method == "sgd":
-        return [torch.optim.SGD(params, lr=LR, momentum=MOMENTUM)]
+    if method in ("sgd", "sgd_fused"):
+        return [torch.optim.SGD(params, lr=LR, momentum=MOMENTUM, fused=method == "sgd_fused" or None)]
     if method == "adam":
         return [torch.optim.Adam(params, lr=LR)]
     if method == "muon":

@@ -23,3 +23,9 @@ def float64():
 @pytest.fixture
 def generator():
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=["double", "single"])
+def precision(request, float64):
+    """Ask for it where single precision is computed in ways of its own, as by FOP."""
+    torch.set_default_dtype(request.param)

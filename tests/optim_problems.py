@@ -1,5 +1,7 @@
 """What tests of FOP train, and how they compare what is left of it: models, optimizers, state dicts."""
 
+import io
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -26,6 +28,12 @@ BASES = {
 LEARNING = {
     "momentum, learned": partial(BASES["momentum"], interval=1, learn=("precond", "lr", "momentum")),
     "adamw, learned": partial(BASES["adamw"], interval=1, learn=("precond", "lr")),
+}
+ALL = BASES | LEARNING
+# Two of them by themselves.
+PLAIN = {
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
 }
 
 
@@ -59,14 +67,20 @@ class Task:
         return losses
 
 
-def task(generator: Generator, dtype: torch.dtype = torch.float64) -> Task:
+def task(generator: Generator, dtype: torch.dtype | None = None) -> Task:
     """Return a network with a kernel, matrices and biases: one of each that FOP treats in its own way."""
+    dtype = dtype or torch.get_default_dtype()
     model = nn.Sequential(
         nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 1)
     )
     model = filled(model, generator).to(dtype)
     inputs, targets = torch.randn(6, 1, 4, 4, generator=generator), torch.randn(6, 1, generator=generator)
     return Task(model, inputs.to(dtype), targets.to(dtype))
+
+
+def by_precision(double: float, single: float) -> float:
+    """Return the tolerance for the precision that the test runs in."""
+    return double if torch.get_default_dtype() is torch.float64 else single
 
 
 def kept(optimizer: Optimizer) -> dict[str, Any]:
@@ -92,3 +106,48 @@ def assert_same(actual: Any, expected: Any, where: str = "") -> None:
     else:
         assert type(actual) is type(expected), where
         assert actual == expected, where
+
+
+def learned(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return every m, the offsets of learned settings, and what the meta-optimizer holds for them."""
+    return {
+        f"{where} {i} {k}": x.clone()
+        for where, pattern, dicts in (
+            ("state", r"fop_(m|meta)\d+(_\d+)?", optimizer.state.values()),
+            ("group", r"fop_(lr|momentum)(_\d+)?", optimizer.param_groups),
+        )
+        for i, entries in enumerate(dicts)
+        for k, x in entries.items()
+        if re.fullmatch(pattern, k)
+    }
+
+
+def resumed(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return what a file holds of a state."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+class Descent(Optimizer):
+    """A base from elsewhere: it makes its state when it finds none, and it may fail."""
+
+    fails = False
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ArithmeticError("the base has failed")
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["velocity"] = torch.zeros_like(p)
+                state["velocity"].mul_(0.5).add_(p.grad)
+                p.sub_(state["velocity"], alpha=group["lr"])

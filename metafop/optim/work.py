@@ -159,7 +159,7 @@ class Work:
 
     def is_busy(self) -> bool:
         """Return whether there is more to do in this step than to use what was learned."""
-        return not self.ready or self.group["fop_steps"] + 1 >= self._quiet_until
+        return not self.ready or self.group["fop_steps"] + 1 >= self._quiet_until or not self.moves
 
     def rest(self) -> None:
         """Find out for how long there will be no more to do than that."""
