@@ -11,7 +11,7 @@ from optim_problems import assert_same, task
 from problems import assert_near, assert_same_bits, every
 from torch import nn
 
-from metafop import Adam, Dense, Diagonal, Identity, LowRank, Momentum, Spatial
+from metafop import Adam, Dense, Diagonal, Identity, LowRank, Momentum, Spatial, tree
 from metafop.optim import FOP
 from metafop.optim.descent import Descent
 from metafop.optim.moves import Leaf, Mover
@@ -226,8 +226,7 @@ def test_the_kernel_moves_m_as_the_pure_adam_does(generator):
     for _ in range(5):
         grads = [torch.randn(v.shape, generator=generator, dtype=torch.float32) for v in values]
         mover.move(0.1, leaves, grads, undo=None)
-        hyper = Adam().hyper(lr=0.1)
-        hyper = type(hyper)(*(x.float() for x in hyper))
+        hyper = tree.map(torch.Tensor.float, Adam().hyper(lr=0.1))
         pure, opt = Adam().update(hyper, pure, opt, {str(i): g for i, g in enumerate(grads)})
     assert_near({str(i): v for i, v in enumerate(values)}, pure, 1e-5)
 
