@@ -1,7 +1,7 @@
 """In single precision, on a CPU, FOP takes torch's fused kernels: the same numbers, but for rounding."""
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -175,6 +175,128 @@ def test_a_parameter_that_has_become_another_never_gets_to_the_kernel(change, ge
     assert len(kernel_calls) == 1
 
 
+@pytest.mark.parametrize("part", ["parameter", "velocity"])
+def test_data_of_another_size_never_gets_to_the_kernel(part, generator, kernel_calls):
+    params = weights(generator, (8,))
+    optimizer = FOP(params, torch.optim.SGD, preconditioner=Identity(), **MOMENTUM)
+    take(optimizer, params, generator, steps=2)
+    grad, velocity = params[0].grad, optimizer.state[params[0]]["momentum_buffer"]
+    if part == "parameter":
+        params[0].data = torch.cat([params[0].data, torch.ones(100_000, dtype=torch.float32)])
+    else:
+        velocity.data = velocity.data[:2].clone()
+    assert grad is params[0].grad
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        optimizer.step()
+    assert len(kernel_calls) == 1
+
+
+def test_flags_are_taken_as_true_or_false(generator, kernel_calls):
+    params = weights(generator, (4, 3))
+    take(FOP(params, torch.optim.SGD, nesterov=1, maximize=1, **MOMENTUM), params, generator, steps=3)
+    assert len(kernel_calls) == 2
+
+
+def test_autograd_sees_that_parameters_were_written_over(generator):
+    layer = nn.Linear(3, 3, dtype=torch.float32)
+    optimizer = FOP(layer.parameters(), torch.optim.SGD, **MOMENTUM)
+    take(optimizer, list(layer.parameters()), generator, steps=3)
+    loss = layer(layer(torch.ones(2, 3, dtype=torch.float32))).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("velocity", ["gone", "none"])
+def test_momentum_may_be_reset_before_any_step(velocity, generator):
+    params = weights(generator, (6, 5))
+    optimizer = FOP(params, torch.optim.SGD, interval=4, **MOMENTUM)
+    for step in range(14):
+        if step in (4, 7, 9):
+            optimizer.state[params[0]].pop("momentum_buffer")
+        if velocity == "none":
+            optimizer.state[params[0]].setdefault("momentum_buffer", None)
+        take(optimizer, params, generator)
+    assert optimizer.state[params[0]]["fop_updates"] >= 2
+    assert params[0].isfinite().all()
+
+
+def test_a_step_that_stands_still_delays_no_lesson():
+    lessons = []
+    for dtype in (torch.float32, torch.float64):
+        generator = torch.Generator().manual_seed(0)
+        params = weights(generator, (6, 5), dtype=dtype)
+        optimizer, learned = FOP(params, torch.optim.SGD, **MOMENTUM), []
+        for step in range(25):
+            optimizer.param_groups[0]["lr"] = 0.0 if step == 13 else 0.05
+            before = optimizer.state[params[0]].get("fop_updates", 0)
+            take(optimizer, params, generator)
+            learned += [step] * (optimizer.state[params[0]]["fop_updates"] - before)
+        lessons.append(learned)
+    assert lessons == [[10, 20], [10, 20]]
+
+
+@dataclass(frozen=True)
+class Failing(Dense):
+    """A family that fails when it is told to."""
+
+    told: list = field(default_factory=list, hash=False)
+
+    def apply(self, m, grad):
+        if self.told:
+            raise ArithmeticError("it was told to")
+        return super().apply(m, grad)
+
+
+def test_a_step_that_fails_after_learning_can_be_repeated(generator):
+    params, told = weights(generator, (6, 5), (4, 4)), []
+    groups = [{"params": params[:1]}, {"params": params[1:], "preconditioner": Failing(told)}]
+    optimizer = FOP(groups, torch.optim.SGD, preconditioner=Dense(), interval=2, **MOMENTUM)
+    take(optimizer, params, generator, steps=4)
+    before = deepcopy(optimizer.state_dict())
+    told.append(True)
+    with pytest.raises(ArithmeticError, match="told to"):
+        optimizer.step()
+    assert_same(optimizer.state_dict(), before)
+    told.clear()
+    optimizer.step()
+    assert optimizer.state[params[0]]["fop_updates"] == before["state"][0]["fop_updates"] + 1
+
+
+def test_what_p_did_not_see_is_not_learned_from(generator):
+    params = weights(generator, (6, 5))
+    optimizer = FOP(params, torch.optim.SGD, interval=1, **MOMENTUM)
+    take(optimizer, params, generator, steps=4)
+    updates = optimizer.state[params[0]]["fop_updates"]
+    for learn, more in ((("lr",), 0), (("precond",), 0), (("precond",), 1)):
+        optimizer.param_groups[0]["learn"] = learn
+        take(optimizer, params, generator)
+        assert optimizer.state[params[0]]["fop_updates"] == updates + more
+    u = optimizer.state[params[0]]["fop_memory"]
+    assert u.norm() < 2.5 * 30**0.5  # of two gradients, not of seven
+
+
+@pytest.mark.parametrize("cut", [8, 9, 10, 11, 12])
+def test_training_stopped_while_the_base_takes_the_steps_ends_with_the_same_bits(cut):
+    def trained(stops):
+        generator = torch.Generator().manual_seed(0)
+        params = weights(generator, (6, 5))
+        params[0].data += 100  # so that Δθ is rounded
+        settings = MOMENTUM | {"lr": 1e-4, "interval": 4}
+        optimizer = FOP(params, torch.optim.SGD, **settings)
+        for step in range(16):
+            if step in stops:
+                saved, optimizer = optimizer.state_dict(), FOP(params, torch.optim.SGD, **settings)
+                optimizer.load_state_dict(deepcopy(saved))
+            grad = torch.randn(5, 6, generator=generator, dtype=torch.float32).mT
+            params[0].grad = grad if step in (9, 10, 11) else grad.contiguous()
+            optimizer.step()
+        return optimizer.state_dict()["state"]
+
+    once, twice = trained([]), trained([cut])
+    assert_same(twice, once)
+
+
 def test_a_sparse_gradient_without_a_preconditioner_goes_to_the_base(generator, kernel_calls):
     embedding = nn.Embedding(4, 3, sparse=True, dtype=torch.float32)
     optimizer = FOP(embedding.parameters(), torch.optim.SGD, preconditioner=Identity(), **MOMENTUM)
@@ -225,7 +347,7 @@ def test_the_kernel_moves_m_as_the_pure_adam_does(generator):
     leaves = [Leaf(v, mover.init(v), 0) for v in values]
     for _ in range(5):
         grads = [torch.randn(v.shape, generator=generator, dtype=torch.float32) for v in values]
-        mover.move(0.1, leaves, grads, undo=None)
+        mover.move(0.1, leaves, grads, [])
         hyper = tree.map(torch.Tensor.float, Adam().hyper(lr=0.1))
         pure, opt = Adam().update(hyper, pure, opt, {str(i): g for i, g in enumerate(grads)})
     assert_near({str(i): v for i, v in enumerate(values)}, pure, 1e-5)
@@ -237,11 +359,9 @@ def test_m_stays_where_it_is_if_any_hypergradient_is_not_finite(dtype, optimizer
     values = [torch.randn(3, 4, generator=generator, dtype=dtype), torch.ones(2, dtype=dtype)]
     before, mover = deepcopy(values), Mover(optimizer)
     leaves = [Leaf(v, mover.init(v), 0) for v in values]
-    mover.move(
-        0.1, leaves, [torch.full((3, 4), torch.inf, dtype=dtype), torch.ones(2, dtype=dtype)], undo=None
-    )
+    mover.move(0.1, leaves, [torch.full((3, 4), torch.inf, dtype=dtype), torch.ones(2, dtype=dtype)], [])
     assert_same_bits(values, before)
-    mover.move(0.1, leaves, [torch.ones(3, 4, dtype=dtype), torch.ones(2, dtype=dtype)], undo=None)
+    mover.move(0.1, leaves, [torch.ones(3, 4, dtype=dtype), torch.ones(2, dtype=dtype)], [])
     assert values[0].isfinite().all()
     assert (values[1] < 1).all()
 

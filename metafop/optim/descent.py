@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 
 class Descent:
@@ -16,16 +17,16 @@ class Descent:
 
     def __init__(self, params: list[Tensor], velocities: list[Tensor]) -> None:
         self.params, self.velocities = params, velocities
-        self._bytes = [p.nbytes for p in params]
 
     def suits(self, grads: list[Tensor]) -> bool:
-        """Return whether gradients do too. They tell if a parameter has become another, in type or shape."""
+        """Return whether all lie in memory as the kernel takes it: any of them may have been given new data."""
+        sizes = [p.nbytes for p in self.params]
         return (
             grads[0].is_cpu
             and {grad.layout for grad in grads} == {torch.strided}
-            and [grad.nbytes for grad in grads] == self._bytes
-            and all(map(Tensor.is_contiguous, grads))
-            and all(map(Tensor.is_contiguous, self.params))
+            and [grad.nbytes for grad in grads] == sizes
+            and [v.nbytes for v in self.velocities] == sizes
+            and all(map(Tensor.is_contiguous, (*grads, *self.params, *self.velocities)))
         )
 
     def step(self, group: Mapping[str, Any], steered: Mapping[str, Any], grads: list[Tensor]) -> None:
@@ -37,11 +38,12 @@ class Descent:
             lr=steered.get("lr", group["lr"]),
             momentum=steered.get("momentum", group["momentum"]),
             weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
+            nesterov=bool(group["nesterov"]),
+            maximize=bool(group["maximize"]),
             dampening=0.0,
             is_first_step=False,
         )
+        increment_version(self.params)  # as torch's other ways do: autograd is to see what was written over
 
 
 def is_free(group: Mapping[str, Any]) -> bool:
@@ -62,7 +64,8 @@ def is_plain(param: Tensor) -> bool:
 def made(params: list[Tensor], velocities: list[Tensor | None]) -> Descent | None:
     """Return the descent, if there is a velocity for each parameter: the first step is the base's own."""
     known = [v for v in velocities if v is not None and is_plain(v)]
-    if len(known) < len(params) or any(p.dtype is not torch.float32 for p in params):
+    if len(known) < len(params):
         return None
-    descent = Descent(params, known)
-    return descent if descent.suits(known) else None
+    pairs = zip(known, params, strict=True)
+    alike = all(v.dtype is p.dtype is torch.float32 and v.shape == p.shape for v, p in pairs)
+    return Descent(params, known) if alike else None

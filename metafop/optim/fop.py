@@ -199,9 +199,6 @@ class FOP(Optimizer):
         done = False
         try:
             works += [work for work in self._works if work.take()]
-            if all(work.descends for work in works):  # nothing can fail once it is learned
-                for work in works:
-                    work.undo = None
             for work in works:
                 if work.learned:
                     steering.steer(self._learner.mover, work)

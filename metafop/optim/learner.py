@@ -54,11 +54,14 @@ class Learner:
                 item.next = later
                 item.keep("next", later)
         if moves:
-            self._hold(work, [item for item in work.turning if work.rolls or soon >= item.next])
+            for item in work.turning:
+                item.stays = item not in due and work.stays(item)
+            due_soon = [item for item in work.turning if soon >= item.next and not item.stays]
+            self._hold(work, work.turning if work.rolls else due_soon)
 
     def undo(self, work: Work) -> None:
         """Put back what was learned in this step, and forget what was made of it."""
-        for where, old in work.undo or []:
+        for where, old in work.undo:
             torch._foreach_copy_(where, old)
         work.ready = False
         for item in work.turning:
@@ -71,7 +74,7 @@ class Learner:
         if work.is_busy():
             self._record(work, [item for item in work.turning if item.recorded])
             for item in work.turning:
-                item.keep("taken", int(item.recorded))
+                item.keep("taken", int(item.recorded or item.stays))
             work.rest()
         work.write()
 
@@ -177,8 +180,7 @@ class Learner:
             grads += learned
             over += [size] * len(learned)
             for time in item.times:
-                if work.undo is not None:
-                    work.undo.append(([time], [time.clone()]))
+                work.undo.append(([time], [time.clone()]))
                 time += 1
         if leaves:
             self.mover.move(work.group["meta_lr"], leaves, list(torch._foreach_div(grads, over)), work.undo)
@@ -188,15 +190,13 @@ class Learner:
 
     def _sizes(self, due: list[Item], cotangents: Params) -> list[Any]:
         """Return ‖∇J‖ ‖Δθ‖ of each parameter, infinite where it is zero (docs/math.md, 14)."""
-        rolled = [item.state["momentum_buffer"] for item in due if item.own("rolled")]  # Δθ = -lr v'
+        rolled = [item.state["momentum_buffer"] for item in due if item.own("rolled")]  # Δθ = -v', at lr = 1
         norms: Any = torch._foreach_norm([*cotangents.values(), *rolled])
         on_cpu = norms[0].device.type == "cpu"  # elsewhere looking would have to wait
         norms = iter(map(float, norms) if on_cpu else norms)
         sizes = [next(norms) for _ in due]
         for i, item in enumerate(due):
-            sizes[i] *= (
-                bases.number(item.own("lr")) * next(norms) if item.own("rolled") else item.own("moved")
-            )
+            sizes[i] *= next(norms) if item.own("rolled") else item.own("moved")
         if on_cpu:
             return [float(size) if size > 0 else inf for size in sizes]
         return [torch.where(size > 0, size, inf) for size in sizes]
@@ -208,7 +208,8 @@ class Learner:
         dtype = cotangents[due[0].key].dtype
         if dtype is not torch.float64 and not isinstance(work.known, Adam):
             # They are linear, and M is smaller. In double precision the order, and the bits, are Online's.
-            return cotangents, [-1 / (work.gain * bases.number(lr)) for lr in lrs.values()]
+            used = [1.0 if item.own("rolled") else bases.number(item.own("lr")) for item in due]
+            return cotangents, [-1 / (work.gain * lr) for lr in used]
         hyper = work.last_hyper(lrs if len(set(lrs.values())) > 1 else lrs[due[0].key], dtype)
         rest = [1.0] * len(due)
         if work.known is None:

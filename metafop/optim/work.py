@@ -39,6 +39,7 @@ class Item:
         self.grad: Tensor = self.param
         self.turned: Tensor | None = None  # P g, where there is a P
         self.recorded = False  # whether the next step may learn from this one
+        self.stays = False  # whether it may, as it might have learned from an earlier one
         self.before: Tensor | None = None  # the parameter before the step, if that takes it
         self.entries: dict[str, Any] = {}  # what is to be written into the state
 
@@ -60,6 +61,15 @@ class Item:
         if state is not self.state or state.get(_FIRST) is not self.made_of:
             self.state, self.made_of = state, None
             self.m, self.turn, self.needs = None, None, ()
+
+    def expire(self) -> None:
+        """Drop what the steps before this one teach: the next ones are taken without P."""
+        state = self._states.get(self.param, _NOT_YET)
+        if state.get(f"{PREFIX}taken") is not None:
+            state[f"{PREFIX}taken"] = 0
+            for name in ("memory", "credit"):
+                state.pop(f"{PREFIX}{name}", None)
+        self.needs = ()
 
     def own(self, name: str) -> Any:
         """Return an entry of FOP's, or None."""
@@ -98,7 +108,7 @@ class Work:
         self.descends = False  # whether the step is taken for the base
         self.steered: dict[str, Any] = {}  # settings that are learned, as they are in this step
         self.pending: dict[str, Any] = {}  # what is to be written into the group
-        self.undo: Undo | None = []
+        self.undo: Undo = []
         for item, _ in self._seen:
             item.clear()
 
@@ -137,6 +147,9 @@ class Work:
         self._with_grad = [item.param for item in self.items]
         seen = self.items if self.learned else self.turning
         self._seen = [(item, i) for i, item in enumerate(self.items) if item in seen]
+        for item in self.items:
+            if item not in self.turning:
+                item.expire()
         # Whether P is credited with more than the last gradient, and with a tensor that only credit needs.
         self.velocity = self.group["credit"] == "velocity" and isinstance(known, Momentum | Adam)
         self.apart = not self.velocity or not isinstance(known, Momentum) or known.nesterov
@@ -164,12 +177,22 @@ class Work:
     def rest(self) -> None:
         """Find out for how long there will be no more to do than that."""
         self._quiet_until = min((item.next for item in self.turning), default=0) + self.rolls
-        self.ready = self.rolls or not any(item.own("taken") for item in self.turning)
+        taken = [bool(item.own("taken")) for item in self.turning]
+        self.ready = all(taken) if self.rolls else not any(taken)
 
     def is_due(self, item: Item) -> bool:
         """Return whether the parameter is to learn from the last step that it took."""
-        usable = self.group["scale_free"] or not item.own("rolled")  # its lr may be that of an earlier step
-        return bool(item.own("taken")) and self.group["fop_steps"] >= item.next and usable
+        if not item.own("taken") or self.group["fop_steps"] < item.next:
+            return False
+        return not item.own("rolled") or self._is_told(item)
+
+    def stays(self, item: Item) -> bool:
+        """Return whether what could be learned from an earlier step can be learned from this one as well."""
+        return bool(item.own("taken") and item.own("rolled")) and not self.apart and self._is_told(item)
+
+    def _is_told(self, item: Item) -> bool:
+        """Return whether the state tells how a heavy ball has moved; of its lr it does not."""
+        return self.group["scale_free"] and item.state.get("momentum_buffer") is not None
 
     def next(self) -> int:
         """Return the next step in which to learn: a multiple of the interval."""
