@@ -19,7 +19,7 @@ class Descent:
         self.params, self.velocities = params, velocities
 
     def suits(self, grads: list[Tensor]) -> bool:
-        """Return whether all lie in memory as the kernel takes it: any of them may have been given new data."""
+        """Return whether all lie in memory as the kernel takes it: any may have been given new data."""
         sizes = [p.nbytes for p in self.params]
         return (
             grads[0].is_cpu
