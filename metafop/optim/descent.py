@@ -17,16 +17,18 @@ class Descent:
 
     def __init__(self, params: list[Tensor], velocities: list[Tensor]) -> None:
         self.params, self.velocities = params, velocities
+        self._sizes, self._places = [v.nbytes for v in velocities], [v.data_ptr() for v in velocities]
 
     def suits(self, grads: list[Tensor]) -> bool:
         """Return whether all lie in memory as the kernel takes it: any may have been given new data."""
-        sizes = [p.nbytes for p in self.params]
         return (
             grads[0].is_cpu
             and {grad.layout for grad in grads} == {torch.strided}
-            and [grad.nbytes for grad in grads] == sizes
-            and [v.nbytes for v in self.velocities] == sizes
-            and all(map(Tensor.is_contiguous, (*grads, *self.params, *self.velocities)))
+            and [grad.nbytes for grad in grads] == self._sizes
+            and [param.nbytes for param in self.params] == self._sizes
+            and [v.data_ptr() for v in self.velocities] == self._places
+            and all(map(Tensor.is_contiguous, grads))
+            and all(map(Tensor.is_contiguous, self.params))
         )
 
     def step(self, group: Mapping[str, Any], steered: Mapping[str, Any], grads: list[Tensor]) -> None:
@@ -68,4 +70,4 @@ def made(params: list[Tensor], velocities: list[Tensor | None]) -> Descent | Non
         return None
     pairs = zip(known, params, strict=True)
     alike = all(v.dtype is p.dtype is torch.float32 and v.shape == p.shape for v, p in pairs)
-    return Descent(params, known) if alike else None
+    return Descent(params, known) if alike and all(map(Tensor.is_contiguous, known)) else None

@@ -31,7 +31,7 @@ class Learner:
     def turn(self, work: Work) -> None:
         """Learn from the last step, and precondition the gradients of this one."""
         if not work.is_busy():
-            self._precondition(work.turning)
+            self._precondition(work)
             return
         needs = work.needs
         for item in work.turning:
@@ -43,11 +43,11 @@ class Learner:
         moves, soon = work.moves, work.group["fop_steps"] + 1
         due = [item for item in work.turning if work.is_due(item)] if moves else []
         if work.group["order"] == "paper":  # take this step with the old m
-            self._precondition(work.turning)
+            self._precondition(work)
             self._learn(work, due)
         else:
             self._learn(work, due)
-            self._precondition(work.turning)
+            self._precondition(work)
         if due:
             later = work.next()
             for item in due:
@@ -132,9 +132,9 @@ class Learner:
                 item.keep(f"held_{name}", x)
         item.needs = work.needs
 
-    def _precondition(self, turning: list[Item]) -> None:
+    def _precondition(self, work: Work) -> None:
         """Give each gradient its P g."""
-        fresh = {item.key: item for item in turning if item.turn is None}
+        fresh = {item.key: item for item in work.turning if item.turn is None}
         if fresh:
             made = stacks.turners(
                 {k: item.plan.family for k, item in fresh.items()},
@@ -143,9 +143,12 @@ class Learner:
             )
             for k, item in fresh.items():
                 item.turn = made[k]
-        for item in turning:
+        contiguous = work.descends
+        for item in work.turning:
             grad = item.grad
-            turned = item.turn(grad)  # pyright: ignore
+            item.turned = turned = item.turn(grad)  # pyright: ignore
+            if contiguous and item.is_sure:
+                continue
             # Fused kernels take it that a gradient lies in memory as its parameter does, and do not look.
             if turned.nbytes != grad.nbytes:
                 raise RuntimeError(
@@ -154,8 +157,7 @@ class Learner:
                     "Let its apply return something like the gradient."
                 )
             if turned.stride() != grad.stride():
-                turned = torch.empty_like(grad).copy_(turned)
-            item.turned = turned
+                item.turned = torch.empty_like(grad).copy_(turned)
 
     def _learn(self, work: Work, due: list[Item]) -> None:
         """Move the m of each parameter by what its last step teaches."""

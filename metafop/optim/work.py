@@ -12,6 +12,7 @@ from metafop.optim.descent import Descent
 from metafop.optim.moves import Leaf, Undo
 from metafop.optim.plans import PREFIX, Plan
 from metafop.optimizers import Adam, Momentum
+from metafop.preconditioners import stacks
 from metafop.types import Params, Tree
 
 _NOT_YET: dict[str, Any] = {}
@@ -23,6 +24,7 @@ class Item:
 
     def __init__(self, key: str, param: Tensor, plan: Plan, states: dict[Tensor, dict[str, Any]]) -> None:
         self.key, self.param, self.plan, self._states = key, param, plan, states
+        self.is_sure = stacks.is_gram(plan.family)  # that P g is like g
         self.state: dict[str, Any] = _NOT_YET  # the optimizer's entry for the parameter
         self.m: Tree = None  # its family's tensors, which are entries of the state
         self.made_of: Tensor | None = None  # the first of them

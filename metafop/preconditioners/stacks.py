@@ -37,6 +37,11 @@ def turners(
     return result
 
 
+def is_gram(family: Preconditioner) -> bool:
+    """Return whether P g, for a g that is contiguous, surely is like g: of its shape, contiguous too."""
+    return type(family) in _GRAM
+
+
 def pullbacks(
     families: Mapping[str, Preconditioner], precond: Mapping[str, Tree], grads: Params, cotangents: Params
 ) -> dict[str, Tree]:
