@@ -199,6 +199,9 @@ class FOP(Optimizer):
         done = False
         try:
             works += [work for work in self._works if work.take()]
+            if all(work.is_sure for work in works):
+                for work in works:
+                    work.undo = None  # there is nothing to copy for
             for work in works:
                 if work.learned:
                     steering.steer(self._learner.mover, work)

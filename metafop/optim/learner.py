@@ -61,7 +61,7 @@ class Learner:
 
     def undo(self, work: Work) -> None:
         """Put back what was learned in this step, and forget what was made of it."""
-        for where, old in work.undo:
+        for where, old in work.undo or []:
             torch._foreach_copy_(where, old)
         work.ready = False
         for item in work.turning:
@@ -182,7 +182,8 @@ class Learner:
             grads += learned
             over += [size] * len(learned)
             for time in item.times:
-                work.undo.append(([time], [time.clone()]))
+                if work.undo is not None:
+                    work.undo.append(([time], [time.clone()]))
                 time += 1
         if leaves:
             self.mover.move(work.group["meta_lr"], leaves, list(torch._foreach_div(grads, over)), work.undo)

@@ -43,10 +43,10 @@ class Mover:
     def init(self, value: Tensor) -> list[Tensor]:
         return tree.leaves(self.optimizer.init({"m": value}))
 
-    def move(self, lr: float, leaves: list[Leaf], grads: list[Tensor], undo: Undo) -> None:
+    def move(self, lr: float, leaves: list[Leaf], grads: list[Tensor], undo: Undo | None) -> None:
         """Move each tensor along its hypergradient; none, if what comes of it is not finite.
 
-        What is written over goes to `undo`.
+        What is written over goes to `undo`, if that is given.
         """
         if type(self.optimizer) is Adam and all(map(_suits_kernel, leaves, grads)):
             self._move_fused(lr, leaves, grads, undo)
@@ -55,12 +55,13 @@ class Mover:
         for leaf in leaves:
             leaf.age += 1
 
-    def _move_fused(self, lr: float, leaves: list[Leaf], grads: list[Tensor], undo: Undo) -> None:
+    def _move_fused(self, lr: float, leaves: list[Leaf], grads: list[Tensor], undo: Undo | None) -> None:
         """Let torch's fused Adam move them, in place and in one call: the same but for rounding."""
         values = [leaf.value for leaf in leaves]
         times, means, squares = ([leaf.opt[j] for leaf in leaves] for j in range(3))
-        written = [*values, *times, *means, *squares]
-        undo.append((written, list(torch._foreach_mul(written, 1.0))))  # copies
+        if undo is not None:
+            written = [*values, *times, *means, *squares]
+            undo.append((written, list(torch._foreach_mul(written, 1.0))))  # copies
         torch._foreach_add_(times, 1)  # time passes in any case, as ages do
         if not all(map(isfinite, torch._foreach_norm(grads))):
             return
@@ -68,7 +69,7 @@ class Mover:
         grads = [grad.contiguous() for grad in grads]
         torch._fused_adam_(values, grads, means, squares, [], times, **numbers, amsgrad=False, maximize=False)
 
-    def _move(self, lr: float, leaves: list[Leaf], grads: list[Tensor], undo: Undo) -> None:
+    def _move(self, lr: float, leaves: list[Leaf], grads: list[Tensor], undo: Undo | None) -> None:
         """Make vectors of all that are of one age, and move these."""
         alike: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
@@ -80,7 +81,8 @@ class Mover:
             for before, where, after, clock in zip(old, places, new, [False, *self._clocks], strict=True):
                 kept = after if clock else torch.where(finite, after, before)  # a clock goes on, as ages do
                 pieces = [kept.view(1)] * len(of) if clock else list(kept.split(sizes))
-                undo.append((where, [before.view(1)] * len(of) if clock else list(before.split(sizes))))
+                if undo is not None:
+                    undo.append((where, [before.view(1)] * len(of) if clock else list(before.split(sizes))))
                 torch._foreach_copy_(where, pieces)
 
     def _moved(

@@ -110,7 +110,7 @@ class Work:
         self.descends = False  # whether the step is taken for the base
         self.steered: dict[str, Any] = {}  # settings that are learned, as they are in this step
         self.pending: dict[str, Any] = {}  # what is to be written into the group
-        self.undo: Undo = []
+        self.undo: Undo | None = []
         for item, _ in self._seen:
             item.clear()
 
@@ -146,6 +146,7 @@ class Work:
         self.items = [item for item, grad in zip(self._crew, grads, strict=True) if grad is not None]
         self.turning = [item for item in self.items if item.plan.shapes] if "precond" in learn else []
         self.learned = [name for name in learn if name != "precond"]  # settings, that is
+        self._all_sure = all(item.is_sure for item in self.turning)
         self._with_grad = [item.param for item in self.items]
         seen = self.items if self.learned else self.turning
         self._seen = [(item, i) for i, item in enumerate(self.items) if item in seen]
@@ -156,6 +157,11 @@ class Work:
         self.velocity = self.group["credit"] == "velocity" and isinstance(known, Momentum | Adam)
         self.apart = not self.velocity or not isinstance(known, Momentum) or known.nesterov
         self.through_moments = isinstance(known, Adam) and not self.velocity
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether nothing can fail any more: the products are our own, and so is the step."""
+        return self.descends and self._all_sure and not self.learned
 
     def _can_descend(self, velocities: list[Tensor | None]) -> bool:
         """Return whether the base's step can be taken for it."""
