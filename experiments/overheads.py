@@ -1,8 +1,9 @@
 """One step of training with each optimizer: its time, apart from forward and backward, and its memory.
 
-A step's time is the median over periods of the mean over each period, all optimizers taking turns. The period
+A step's time is the median over periods of the mean over each, all optimizers taking turns. The period
 of an optimizer is ten steps if it does some of its work at every tenth only: FOP with low rank, SOAP, and
-Shampoo where it is asked to. That of all others is one.
+Shampoo where it is asked to. That of all others is one. What it takes more than SGD is the difference from
+SGD's over the same period. The first steps of a longer turn, when caches hold another's work, do not count.
 """
 
 import copy

@@ -221,19 +221,18 @@ class FOP(Optimizer):
 
     def _step_base(self, works: list[Work]) -> None:
         """Let the base step along the preconditioned gradients, or take its step for it."""
-        descending = [work for work in works if work.descends]
-        if len(descending) < len(works) or not works:
-            self._lend(works)
-        for work in descending:
-            work.descend()
+        lending = [work for work in works if not work.descends]
+        if lending or not works:  # some of SGD's alone: it does nothing for groups without gradients
+            some = [work.group for work in lending]
+            self._lend(lending, some if len(lending) < len(works) else self.param_groups)
+        for work in works:
+            if work.descends:
+                work.descend()
 
-    def _lend(self, works: list[Work]) -> None:
+    def _lend(self, works: list[Work], groups: list[dict[str, Any]]) -> None:
         """Let the base step along the preconditioned gradients: lent to it, for `p.grad` is the user's."""
         base = self._base
-        descending = [work.group for work in works if work.descends]
-        works = [work for work in works if not work.descends]
-        base.param_groups = [g for g in self.param_groups if not any(g is d for d in descending)]
-        base.state = self.state
+        base.param_groups, base.state = groups, self.state
         lent = [item for work in works for item in work.turning]
         settings = [(work.group, {name: work.group[name] for name in work.steered}) for work in works]
         try:

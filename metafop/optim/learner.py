@@ -206,13 +206,13 @@ class Learner:
 
     def _toward(self, work: Work, due: list[Item], cotangents: Params) -> tuple[Params, list[Any]]:
         """Return the cotangent of what P is credited with, and by what its pullback is yet to be divided."""
-        # One for each: some may have had no gradient for a while, and a scheduler went on.
-        lrs = {item.key: item.own("lr") for item in due}
         dtype = cotangents[due[0].key].dtype
         if dtype is not torch.float64 and not isinstance(work.known, Adam):
-            # They are linear, and M is smaller. In double precision the order, and the bits, are Online's.
+            # Pullbacks are linear, and M is smaller. In double precision the order is Online's, for its bits.
             used = [1.0 if item.own("rolled") else bases.number(item.own("lr")) for item in due]
             return cotangents, [-1 / (work.gain * lr) for lr in used]
+        # One for each: some may have had no gradient for a while, and a scheduler went on.
+        lrs = {item.key: item.own("lr") for item in due}
         hyper = work.last_hyper(lrs if len(set(lrs.values())) > 1 else lrs[due[0].key], dtype)
         rest = [1.0] * len(due)
         if work.known is None:
