@@ -7,8 +7,16 @@ from importlib import import_module
 from importlib.util import find_spec
 
 # Each is a file with a `Config` and a `main(config)`.
-EXPERIMENTS = ("compare", "toy", "defaults", "bench-online", "bench-unroll", "bench-overhead", "drop-in")
-NEEDED = ("matplotlib", "numpy", "rich", "scipy", "sklearn", "tensorboard", "tyro")
+EXPERIMENTS = (
+    "compare",
+    "cifar10",
+    "toy",
+    "defaults",
+    "bench-online",
+    "bench-unroll",
+    "bench-overhead",
+)
+NEEDED = ("matplotlib", "numpy", "pooch", "rich", "scipy", "sklearn", "tensorboard", "tyro")
 
 # Threads that wait by spinning fight each other for few cores; torch reads this when it is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

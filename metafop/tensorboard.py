@@ -14,6 +14,7 @@ from metafop import diagnostics
 from metafop.types import Info, Meta, Params, Trains
 
 try:
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from torch.utils.tensorboard import FileWriter
     from torch.utils.tensorboard.summary import histogram, hparams, image, scalar
 except ImportError as error:
@@ -53,8 +54,16 @@ class Logger:
     ...     logger.hyperparameters({"lr": 0.01, "family": Dense()}, {"loss": info["value"]})
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, going_on_from: int | None = None) -> None:
+        """Write to a directory. A run that goes on after an interruption names the step that comes next.
+
+        What an earlier part of it wrote of that step and later ones is then not shown.
+        """
         self._events = FileWriter(directory)
+        if going_on_from is not None:
+            self._events.add_event(Event(step=going_on_from, file_version="brain.Event:2"))
+            start = SessionLog(status=SessionLog.START)
+            self._events.add_event(Event(step=going_on_from, session_log=start))
 
     def __enter__(self) -> Self:
         return self

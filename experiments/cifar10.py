@@ -1,0 +1,347 @@
+"""The paper's results on CIFAR-10, every method tuned alike on images apart, and compared pair by pair."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from experiments import data, paired, presets, run, study
+from experiments.classify import Classify, prepare
+from experiments.methods import LOOKS, Method, Name
+from experiments.presets import Preset
+from experiments.runs import Finished
+from experiments.timing import Timing
+
+METHODS: tuple[Name, ...] = (
+    "momentum",
+    "s-hd",
+    "pp-hd",
+    "fop-norm",
+    "fop-paper",
+    "fop-paper-5e-4",
+    "fop",
+    "adam",
+    "muon",
+)
+HEADLINE: tuple[Name, ...] = ("momentum", "fop-paper", "fop-paper-5e-4", "fop")  # of more seeds
+GRIDS: dict[str, tuple[float, ...]] = {"adam": (3e-4, 1e-3, 3e-3, 1e-2), "muon": (5e-3, 1e-2, 2e-2, 5e-2)}
+GRID = (0.02, 0.05, 0.1, 0.2)  # for all others
+UNTUNED = {"adam": 1e-3, "muon": 2e-2}
+ROUNDS = 12  # of ten steps of each method, to measure their time
+TUNING_SEED = 1000  # none of the seeds that are reported
+# Test accuracy, additional parameters and additional time in percent, as printed.
+PAPER = {
+    "momentum": ("90.9 ± 0.1", "0", "0.0"),
+    "s-hd": ("91.0 ± 0.2", "9", "0.2"),
+    "pp-hd": ("91.3 ± 0.3", "≈ 1.4M", "5.9"),
+    "fop-norm": ("91.3 ± 0.1", "65", "1.0"),
+    "fop-paper": ("91.5 ± 0.2", "65", "0.8"),
+}
+PRESETS: dict[Preset, dict[str, Any]] = {
+    "smoke": {
+        "source": "generated",
+        "images": 256,
+        "validation": 128,
+        "test": 128,
+        "widths": (2, 4),
+        "epochs": 2,
+        "decay": 1.0,
+        "settings": 2,
+        "seeds": 2,
+        "headline_seeds": 3,
+        "batch": 64,
+        "workers": 1,
+    },
+    "small": {
+        "source": "cifar10",
+        "images": 10_000,
+        "validation": 5000,
+        "test": 10_000,
+        "widths": (16, 32),
+        "epochs": 15,
+        "decay": 10.5,
+        "settings": 4,
+        "seeds": 3,
+        "headline_seeds": 8,
+        "batch": 128,
+    },
+    "paper": {
+        "source": "cifar10",
+        "images": 50_000,
+        "validation": 0,
+        "test": 10_000,
+        "widths": (96, 192),
+        "epochs": 150,
+        "decay": 80.0,
+        "settings": 0,
+        "seeds": 3,
+        "headline_seeds": 3,
+        "batch": 128,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The paper's table and curves on CIFAR-10: a 9-layer conv net, momentum, and FOP around it.
+
+    Each method is first tuned: its learning rate over the same number of settings, by accuracy on validation
+    images, with a seed apart. Then it is run with every seed, and the test images are looked at, once. Within
+    a seed all methods have the same first weights and batches. Runs are kept in `out`: a study that was
+    interrupted goes on, and finished runs are not repeated.
+
+    smoke: half a minute, on generated images. small: 10,000 images, 16 and 32 channels, 15 epochs, about 90
+    minutes on two cores. paper: 50,000 images, 96 and 192 channels, 150 epochs, lr 0.05 divided by ten after
+    80, untuned: for an accelerator.
+    """
+
+    preset: Preset = "small"
+    methods: tuple[Name, ...] = METHODS  # momentum must be among them
+    images: int | None = None  # to train on, the first ones
+    validation: int | None = None  # images after them
+    epochs: int | None = None
+    decay: float | None = None  # epochs after which the learning rate is divided by ten
+    settings: int | None = None  # learning rates that each method is tuned over; 0: the paper's, untuned
+    seeds: int | None = None
+    headline_seeds: int | None = None  # of momentum, the printed rule and FOP
+    source: data.Name | None = None
+    test: int | None = None
+    widths: tuple[int, int] | None = None  # channels of the first three layers, and of the layers after
+    batch: int | None = None
+    data: Path | None = None  # folder that holds cifar10/; if None, METAFOP_DATA, else it is fetched
+    workers: int | None = None  # runs side by side; if None, as many as there are cores
+    seed: int = 0  # the first
+    threads: int = 1  # of each run
+    out: Path = Path("runs/cifar10")
+
+    def __post_init__(self) -> None:
+        if "momentum" not in self.methods:
+            raise ValueError("methods must have momentum among them: the others are compared with it.")
+
+
+def main(config: Config) -> None:
+    config = presets.resolved(config, PRESETS)
+    prepare(config.source, config.data)
+    run.begin(config)
+    tuning = tuned(config)
+    chosen = {name: best(runs) for name, runs in tuning.items()} or {
+        name: Method(name, UNTUNED.get(name, 0.05)) for name in config.methods
+    }
+    tasks = [task(config, chosen[name], seed, config.test) for seed, name in plan(config)]
+    done = study.carry_out(tasks, config.out, config.workers or os.cpu_count() or 1, config.threads)
+    results = {name: [r for r in done if r.task.method.name == name] for name in config.methods}
+    methods = tuple(sorted(chosen.values(), key=lambda method: method.name != "momentum"))
+    [times] = study.carry_out([Timing(tasks[0], methods, ROUNDS)], config.out, workers=1)
+    report_tuning(config, tuning)
+    figures = report(config, results, times.result) | report_pairs(config, results)
+    draw(config, results)
+    run.finish(config.out, figures)
+
+
+def task(config: Config, method: Method, seed: int, test: int | None) -> Classify:
+    c: Any = config
+    return Classify(
+        method=method,
+        seed=seed,
+        data=c.source,
+        images=c.images,
+        validation=c.validation,
+        test=test or 0,
+        model="all-conv",
+        widths=tuple(c.widths),
+        epochs=c.epochs,
+        decays=(c.decay,),
+        batch=c.batch,
+    )
+
+
+def plan(config: Config) -> list[tuple[int, Name]]:
+    """Return seed and method of each run, seed by seed: what an interrupted study leaves is whole pairs."""
+    c: Any = config
+    counts = {name: c.headline_seeds if name in HEADLINE else c.seeds for name in c.methods}
+    seeds = range(c.seed, c.seed + max(counts.values()))
+    return [(seed, name) for seed in seeds for name in c.methods if seed - c.seed < counts[name]]
+
+
+def tuned(config: Config) -> dict[str, list[Finished]]:
+    """Return the runs by which the settings are chosen, by method; none if nothing is to be chosen."""
+    c: Any = config
+    if not c.settings:
+        return {}
+    tried = [Method(name, lr) for name in c.methods for lr in grid(name, c.settings)]
+    tasks = [task(config, method, TUNING_SEED, test=0) for method in tried]
+    done = study.carry_out(tasks, c.out, c.workers or os.cpu_count() or 1, c.threads)
+    return {name: [r for r in done if r.task.method.name == name] for name in c.methods}
+
+
+def grid(name: str, settings: int) -> tuple[float, ...]:
+    whole = GRIDS.get(name, GRID)
+    start = (len(whole) - settings) // 2
+    return whole[start : start + settings]
+
+
+def best(runs: Sequence[Finished]) -> Method:
+    return max(
+        runs, key=lambda r: -math.inf if r.result["diverged"] else r.result["validation_accuracy"]
+    ).task.method
+
+
+def report_tuning(config: Config, tuning: Mapping[str, Sequence[Finished]]) -> None:
+    rows = []
+    for name, runs in tuning.items():
+        chosen = best(runs)
+        cells = [f"{100 * r.result['validation_accuracy']:.1f} at {r.task.method.lr:g}" for r in runs]
+        marked = [f"**{x}**" if r.task.method == chosen else x for x, r in zip(cells, runs, strict=True)]
+        rows.append([LOOKS[name].label, *marked])
+    if rows:
+        c: Any = config
+        run.show(
+            config.out,
+            f"Tuning: validation accuracy in percent on {c.validation} images, at each learning rate, seed "
+            f"{TUNING_SEED}; the best is taken",
+            ["method", *(f"setting {i + 1}" for i in range(c.settings))],
+            rows,
+        )
+
+
+def report(
+    config: Config, results: Mapping[str, Sequence[Finished]], times: Mapping[str, float]
+) -> dict[str, run.Figure]:
+    """Show the paper's table beside ours."""
+    figures: dict[str, run.Figure] = {}
+    rows = []
+    for name, runs in results.items():
+        accuracy = 100 * torch.tensor([r.result["test_accuracy"] for r in runs], dtype=torch.float64)
+        spread = accuracy.std().item() if len(runs) > 1 else 0.0
+        parameters, percent = times[f"{name}_parameters"], times[f"{name}_percent"]
+        figures |= {
+            f"{name}_lr": runs[0].task.method.lr,
+            f"{name}_accuracy": round(accuracy.mean().item(), 3),
+            f"{name}_accuracy_deviation": round(spread, 3),
+            f"{name}_additional_parameters": parameters,
+            f"{name}_additional_time_percent": round(percent, 2),
+        }
+        printed = PAPER.get(name, ("–", "–", "–"))
+        ours = [f"{accuracy.mean():.1f} ± {spread:.1f}", f"{parameters:,}", f"{percent:.1f}"]
+        pairs = [cell for both in zip(ours, printed, strict=True) for cell in both]
+        rows.append([LOOKS[name].label, f"{runs[0].task.method.lr:g}", str(len(runs)), *pairs])
+    run.show(
+        config.out,
+        "The paper's table, ours beside it: test accuracy in percent ± standard deviation over seeds, "
+        "numbers that are learned besides the weights, additional time of a step",
+        ["method", "lr", "seeds", "accuracy", "paper", "parameters", "paper", "time %", "paper"],
+        rows,
+    )
+    return figures
+
+
+def report_pairs(config: Config, results: Mapping[str, Sequence[Finished]]) -> dict[str, run.Figure]:
+    """Show every method's differences from momentum, seed by seed."""
+    figures: dict[str, run.Figure] = {}
+    rows = []
+    for name in (name for name in results if name != "momentum"):
+        for view, (values, better) in views(config, results[name], results["momentum"]).items():
+            ratio = view == "steps_ratio"
+            found = paired.geometric(values) if ratio else paired.interval(values)
+            ahead = int((better * (values.log() if ratio else values) > 0).sum())
+            ends = [None if x is None else round(x, 5) for x in found]
+            figures |= zip((f"{name}_{view}{end}" for end in ("", "_low", "_high")), ends, strict=True)
+            figures[f"{name}_{view}_ahead"] = f"{ahead} of {len(values)}"
+            form = "{:.3f}" if ratio else "{:+.3f}"
+            cells = ["–" if x is None else form.format(x) for x in found]
+            p = paired.p_value(values.log() if ratio else values)
+            said = "–" if p is None else f"{p:.1g}"
+            rows.append(
+                [LOOKS[name].label, view.replace("_", " "), *cells, said, f"{ahead} of {len(values)}"]
+            )
+            if ratio:
+                figures[f"{name}_never_there"] = int(values.isnan().sum())
+    run.show(
+        config.out,
+        "Against momentum, pair by pair, with 95 % t-intervals and p-values over seeds. Steps ratio: steps "
+        "until the mean training loss of an epoch is at that of momentum's last epoch, over all steps; – if "
+        "a run never is. Losses in nats, accuracy in points",
+        ["method", "what", "mean", "low", "high", "p", "ahead"],
+        rows,
+    )
+    return figures
+
+
+def views(
+    config: Config, runs: Sequence[Finished], base: Sequence[Finished]
+) -> dict[str, tuple[Tensor, int]]:
+    """Return how each seed compares with momentum's, and the sign of what is better."""
+    of = {r.task.seed: r for r in base}
+    found: dict[str, list[float]] = {
+        "steps_ratio": [],
+        "final_loss_difference": [],
+        "accuracy_difference": [],
+    }
+    for mine in runs:
+        other = of[mine.task.seed]
+        losses, target = losses_of(mine), losses_of(other)
+        epoch = len(target) // mine.task.epochs
+        final = target[-epoch:].mean().item()
+        found["steps_ratio"].append(paired.steps_to(losses, final, epoch) / len(target))
+        found["final_loss_difference"].append(losses[-epoch:].mean().item() - final)
+        found["accuracy_difference"].append(
+            100 * (mine.result["test_accuracy"] - other.result["test_accuracy"])
+        )
+    signs = {"steps_ratio": -1, "final_loss_difference": -1, "accuracy_difference": 1}
+    return {view: (torch.tensor(x, dtype=torch.float64), signs[view]) for view, x in found.items()}
+
+
+def losses_of(finished: Finished) -> Tensor:
+    return finished.metrics()["loss"]
+
+
+def draw(config: Config, results: Mapping[str, Sequence[Finished]]) -> None:
+    c: Any = config
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, runs in results.items():
+        look, metrics = LOOKS[name], [r.metrics() for r in runs]
+        losses = paired.gathered([m["loss"] for m in metrics])
+        epoch = losses.shape[1] // c.epochs
+        means = paired.smoothed(losses, epoch)
+        epochs = (torch.arange(means.shape[1]) + epoch) / epoch
+        width = 2.2 if name in HEADLINE else 1.2
+        left.plot(epochs, means.mean(0), label=look.label, color=look.colour, linewidth=width)
+        if name in HEADLINE:
+            left.fill_between(
+                epochs, means.amin(0), means.amax(0), color=look.colour, alpha=0.15, linewidth=0
+            )
+        if c.validation:
+            judged = 100 * paired.gathered([m["validation_accuracy"][epoch - 1 :: epoch] for m in metrics])
+            right.plot(
+                range(1, judged.shape[1] + 1),
+                judged.mean(0),
+                label=look.label,
+                color=look.colour,
+                linewidth=width,
+            )
+    left.set_ylabel("training loss, mean over an epoch (nats)")
+    left.set_yscale("log")
+    left.set_title("CIFAR-10: training loss, mean over seeds (range shaded)")
+    right.set_ylabel("validation accuracy (%)")
+    right.set_title("Validation accuracy, mean over seeds")
+    for axes in (left, right):
+        axes.axvline(c.decay, color="grey", linestyle=":", linewidth=1)
+        axes.annotate(
+            "lr ÷ 10",
+            (c.decay, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -12),
+            textcoords="offset points",
+            color="grey",
+            fontsize=8,
+        )
+        axes.set_xlabel("epochs")
+    left.legend(fontsize="small")
+    figure.savefig(config.out / "cifar10.png", dpi=150)

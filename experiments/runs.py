@@ -1,0 +1,207 @@
+"""One run and its folder: what was asked, what is measured, and what it needs to go on if interrupted.
+
+    config.json      the settings, the versions, the commit and the machine
+    metrics.csv      a row for each step; cells are empty where nothing was measured
+    events.out.…     the same for TensorBoard, and pictures of what was learned
+    checkpoint.pt    where it stands; gone in the end
+    result.json      the figures in the end: a folder that has it is finished
+
+The checkpoint knows how long `metrics.csv` was. A run that was killed takes up from there: rows beyond are
+cut off and written again, with the same bits.
+"""
+
+import csv
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+import metafop
+from metafop.tensorboard import Logger
+
+Row = Mapping[str, float]
+CHECKPOINT_SECONDS = 20.0  # at least, between two checkpoints
+
+
+class Process(Protocol):
+    """A run under way."""
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """What it measures; "step" is the first."""
+        ...
+
+    @property
+    def epochs(self) -> float:
+        """How many are done."""
+        ...
+
+    def advance(self, logger: Logger) -> list[Row]:
+        """Go on for some steps, a second's or so, and return what was measured; nothing if all are done."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def finish(self, folder: Path) -> dict[str, Any]:
+        """Return the figures in the end; what is too large for them may be saved in the folder."""
+        ...
+
+
+class Task(Protocol):
+    """The settings of a run, a frozen dataclass. Two runs are the same if all of them are."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def epochs(self) -> int: ...
+
+    def start(self) -> Process: ...
+
+
+class Finished(NamedTuple):
+    """A run that is done: its settings, its folder, and the figures in the end."""
+
+    task: Any
+    folder: Path
+    result: dict[str, Any]
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return every column of `metrics.csv`, NaN where a cell is empty."""
+        with (self.folder / "metrics.csv").open(newline="") as file:
+            columns = list(zip(*csv.reader(file), strict=True))
+        values = {column[0]: [float(cell or "nan") for cell in column[1:]] for column in columns}
+        return {name: torch.tensor(column, dtype=torch.float64) for name, column in values.items()}
+
+
+def folder_of(task: Task, out: Path) -> Path:
+    """Return the folder of a run: its name, and a sum of all settings, so that no two ever share one."""
+    known = json.dumps([type(task).__module__, asdict(task)], sort_keys=True, default=str)
+    return out / "runs" / f"{task.name}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
+
+
+def finished(task: Task, out: Path) -> Finished | None:
+    folder = folder_of(task, out)
+    file = folder / "result.json"
+    return Finished(task, folder, json.loads(file.read_text())) if file.exists() else None
+
+
+def carry_out(task: Task, out: Path, tick: Callable[[float], None]) -> Finished:
+    """Run to the end, from the beginning or from the last checkpoint; `tick` gets the epochs done so far."""
+    folder = folder_of(task, out)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / "lock", timeout=0):
+            return finished(task, out) or _carry_out(task, folder, tick)
+    except Timeout:
+        raise RuntimeError(
+            f"{folder} is being written by another process. Wait for it, or end it, then start again."
+        ) from None
+
+
+def _carry_out(task: Task, folder: Path, tick: Callable[[float], None]) -> Finished:
+    process, checkpoint = task.start(), folder / "checkpoint.pt"
+    saved: dict[str, Any] = {"length": 0, "seconds": 0.0, "step": None}
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        process.load_state_dict(saved["process"])
+    else:
+        _write(
+            folder / "config.json",
+            _json({"task": type(task).__module__, "settings": asdict(task)} | made_by()),
+        )
+        for old in folder.glob("events.out.tfevents.*"):
+            old.unlink()
+    began, last_saved = time.monotonic() - saved["seconds"], time.monotonic()
+    with (folder / "metrics.csv").open("a+", newline="") as file, Logger(folder, saved["step"]) as logger:
+        file.truncate(saved["length"])
+        rows = csv.DictWriter(file, process.columns)
+        if not saved["length"]:
+            rows.writeheader()
+        tick(process.epochs)
+        while measured := process.advance(logger):
+            rows.writerows(measured)
+            for row in measured:
+                logger.info(int(row["step"]), {k: torch.tensor(v) for k, v in row.items() if k != "step"})
+            if time.monotonic() - last_saved > CHECKPOINT_SECONDS:
+                file.flush()
+                os.fsync(file.fileno())
+                state = {"length": file.tell(), "seconds": time.monotonic() - began}
+                state |= {"step": int(measured[-1]["step"]) + 1, "process": process.state_dict()}
+                _save(checkpoint, state)
+                last_saved = time.monotonic()
+            tick(process.epochs)
+        result = process.finish(folder) | {"seconds": round(time.monotonic() - began, 1)}
+        logger.hyperparameters(_flat(asdict(task)), {k: v for k, v in result.items() if isinstance(v, float)})
+    _write(folder / "result.json", _json(result))
+    checkpoint.unlink(missing_ok=True)
+    return Finished(task, folder, result)
+
+
+@cache
+def made_by() -> dict[str, Any]:
+    """Return by what a run is made: versions, commit and machine."""
+    versions = {name: module.__version__ for name, module in (("metafop", metafop), ("torch", torch))}
+    versions["python"] = platform.python_version()
+    machine = {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()}
+    return {"versions": versions, "commit": _commit(), "machine": machine}
+
+
+def _commit() -> str | None:
+    """Return the commit of this clone, "-dirty" if it has changed since; None if it is no clone."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=2, default=str) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)  # at once: no file is half written
+
+
+def _save(path: Path, state: dict[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
