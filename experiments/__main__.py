@@ -9,14 +9,33 @@ from importlib.util import find_spec
 # Each is a file with a `Config` and a `main(config)`.
 EXPERIMENTS = (
     "compare",
+    "fetch",
     "cifar10",
+    "mnist-rank",
+    "robustness",
+    "structure",
+    "theory",
+    "imagenet",
     "toy",
     "defaults",
     "bench-online",
     "bench-unroll",
     "bench-overhead",
+    "page",
 )
-NEEDED = ("matplotlib", "numpy", "pooch", "rich", "scipy", "sklearn", "tensorboard", "tyro")
+NEEDED = (
+    "PIL",
+    "matplotlib",
+    "numpy",
+    "pooch",
+    "pytorch_optimizer",
+    "rich",
+    "scipy",
+    "sklearn",
+    "tensorboard",
+    "tqdm",
+    "tyro",
+)
 
 # Threads that wait by spinning fight each other for few cores; torch reads this when it is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

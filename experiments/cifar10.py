@@ -14,6 +14,7 @@ from torch import Tensor
 from experiments import data, paired, presets, run, study
 from experiments.classify import Classify, prepare
 from experiments.methods import LOOKS, Method, Name
+from experiments.plots import band
 from experiments.presets import Preset
 from experiments.runs import Finished
 from experiments.timing import Timing
@@ -130,9 +131,7 @@ def main(config: Config) -> None:
     prepare(config.source, config.data)
     run.begin(config)
     tuning = tuned(config)
-    chosen = {name: best(runs) for name, runs in tuning.items()} or {
-        name: Method(name, UNTUNED.get(name, 0.05)) for name in config.methods
-    }
+    chosen = {name: best(runs) for name, runs in tuning.items()} or untuned(config)
     tasks = [task(config, chosen[name], seed, config.test) for seed, name in plan(config)]
     done = study.carry_out(tasks, config.out, config.workers or os.cpu_count() or 1, config.threads)
     results = {name: [r for r in done if r.task.method.name == name] for name in config.methods}
@@ -178,6 +177,11 @@ def tuned(config: Config) -> dict[str, list[Finished]]:
     tasks = [task(config, method, TUNING_SEED, test=0) for method in tried]
     done = study.carry_out(tasks, c.out, c.workers or os.cpu_count() or 1, c.threads)
     return {name: [r for r in done if r.task.method.name == name] for name in c.methods}
+
+
+def untuned(config: Config) -> dict[str, Method]:
+    """Return every method at the paper's learning rate; those that are not the paper's, at the usual one."""
+    return {name: Method(name, UNTUNED.get(name, 0.05)) for name in config.methods}
 
 
 def grid(name: str, settings: int) -> tuple[float, ...]:
@@ -311,21 +315,11 @@ def draw(config: Config, results: Mapping[str, Sequence[Finished]]) -> None:
         epoch = losses.shape[1] // c.epochs
         means = paired.smoothed(losses, epoch)
         epochs = (torch.arange(means.shape[1]) + epoch) / epoch
-        width = 2.2 if name in HEADLINE else 1.2
-        left.plot(epochs, means.mean(0), label=look.label, color=look.colour, linewidth=width)
-        if name in HEADLINE:
-            left.fill_between(
-                epochs, means.amin(0), means.amax(0), color=look.colour, alpha=0.15, linewidth=0
-            )
+        width, shaded = (2.2, True) if name in ("momentum", "fop") else (1.2, False)
+        band(left, epochs, means, look.label, look.colour, width, shaded)
         if c.validation:
             judged = 100 * paired.gathered([m["validation_accuracy"][epoch - 1 :: epoch] for m in metrics])
-            right.plot(
-                range(1, judged.shape[1] + 1),
-                judged.mean(0),
-                label=look.label,
-                color=look.colour,
-                linewidth=width,
-            )
+            band(right, range(1, judged.shape[1] + 1), judged, look.label, look.colour, width, shaded)
     left.set_ylabel("training loss, mean over an epoch (nats)")
     left.set_yscale("log")
     left.set_title("CIFAR-10: training loss, mean over seeds (range shaded)")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,9 @@ class Classify:
     decays: tuple[float, ...]  # epochs after which the learning rate is divided by ten
     batch: int = 128
     pool: int = 1  # side of the squares of pixels whose mean is taken
+    judge_every: int = 0  # steps, for the validation images; 0: after every epoch
     angles_every: int = 0  # steps, for the angles between gradients and P times them
-    keep_matrices: bool = False  # every P after every epoch
+    keep_matrices: bool = False  # every P, whenever there is a look at the validation images
 
     @property
     def name(self) -> str:
@@ -53,10 +54,11 @@ class Classify:
             model,
             self.method.optimizer(model, self.seed),
             Memory(*parts.training, self.batch, self.seed),
-            validation=lambda: batches(parts.validation),
+            validation=(lambda: batches(parts.validation)) if self.validation else None,
             test=(lambda: batches(parts.test)) if self.test else None,
             epochs=self.epochs,
             decays=self.decays,
+            judge_every=self.judge_every,
             angles_every=self.angles_every,
             keep_matrices=self.keep_matrices,
         )
@@ -72,7 +74,7 @@ class Classify:
             return net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
-def prepare(name: data.Name, folder: Path | None) -> None:
+def prepare(name: Any, folder: Path | None) -> None:
     """Name the folder of all data to this process and its workers; what is wrong with it is said now."""
     if folder is not None:
         os.environ[files.FOLDER] = str(folder)

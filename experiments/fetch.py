@@ -15,10 +15,8 @@ DATASETS = {"mnist": mnist, "cifar10": cifar}
 class Config:
     """Download MNIST and CIFAR-10, and check them by their md5; an altered file is replaced."""
 
-    data: Path | None = (
-        None  # folder to put mnist/ and cifar10/ in; if None, METAFOP_DATA, else the user's cache
-    )
-    names: tuple[Literal["mnist", "cifar10"], ...] = ("mnist", "cifar10")  # of the datasets
+    data: Path | None = None  # folder for mnist/ and cifar10/; if None, METAFOP_DATA, else the user's cache
+    names: tuple[Literal["mnist", "cifar10"], ...] = ("mnist", "cifar10")  # datasets to fetch
 
 
 def main(config: Config) -> None:

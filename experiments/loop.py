@@ -1,5 +1,6 @@
 """An ordinary training loop that can be stopped after any step, and goes on to the same bits."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ from metafop.optim import FOP
 from metafop.tensorboard import Logger
 
 AT_ONCE = 20  # steps between two looks at the clock, and at the numbers on an accelerator
+Labelled = Callable[[], Iterator[tuple[Tensor, Tensor]]]  # gives batches that are not trained on
 COLUMNS = ("step", "epoch", "lr", "loss", "validation_loss", "validation_accuracy")
 
 
@@ -101,7 +103,7 @@ class Memory:
 
 
 class Loop:
-    """Trains a model for some epochs, and looks at validation images after each.
+    """Trains a model for some epochs, and looks at validation images after each, or every so many steps.
 
     `decays` are the epochs after which the learning rate is divided by ten. Where a loss is not finite,
     training ends there: the run has diverged.
@@ -112,10 +114,11 @@ class Loop:
         model: nn.Module,
         optimizer: Optimizer,
         feed: Feed,
-        validation: Callable[[], Iterator[tuple[Tensor, Tensor]]],
-        test: Callable[[], Iterator[tuple[Tensor, Tensor]]] | None,
+        validation: Labelled | None,
+        test: Labelled | None,
         epochs: int,
         decays: Sequence[float],
+        judge_every: int = 0,
         angles_every: int = 0,
         keep_matrices: bool = False,
         half: torch.dtype | None = None,
@@ -124,6 +127,7 @@ class Loop:
         self._validation, self._test = validation, test
         self._total, self._step = epochs * feed.steps, 0
         self._scheduler = MultiStepLR(optimizer, [round(epoch * feed.steps) for epoch in decays], gamma=0.1)
+        self._judge_every = judge_every or feed.steps
         self._angles_every = angles_every if isinstance(optimizer, FOP) else 0
         self._matrices: list[dict[str, Tensor]] | None = [] if keep_matrices else None
         self._half = half
@@ -143,24 +147,32 @@ class Loop:
     def epochs(self) -> float:
         return self._step / self._feed.steps
 
+    @property
+    def feed(self) -> Feed:
+        return self._feed
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._optimizer
+
     def advance(self, logger: Logger) -> list[Row]:
         if self._diverged:
             return []
         rows, losses = list[dict[str, float]](), list[Tensor]()
         for _ in range(min(AT_ONCE, self._total - self._step)):
             lr = self._optimizer.param_groups[0]["lr"]
-            losses.append(self._one_step())
+            losses.append(self.learn(*next(self._feed)))
             rows.append({"step": self._step, "epoch": self.epochs, "lr": lr} | self._angles())
             self._step += 1
-            if self._step % self._feed.steps == 0:
+            if self._step % self._judge_every == 0:
                 rows[-1] |= self._look(logger)
         for row, loss in zip(rows, torch.stack(losses).tolist() if losses else [], strict=True):
             row["loss"] = loss
-            self._diverged |= not abs(loss) < float("inf")
+            self._diverged |= not abs(loss) < math.inf
         return list(rows)
 
-    def _one_step(self) -> Tensor:
-        images, labels = next(self._feed)
+    def learn(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Take a step on one batch, and return the loss before it."""
         self._optimizer.zero_grad()
         with self._precision():
             loss = cross_entropy(self._model(images), labels)
@@ -185,22 +197,23 @@ class Loop:
             if self._matrices is not None:
                 learned = diagnostics.matrices(training, meta, meta.precond)
                 self._matrices.append({name: p.cpu() for name, p in learned.items()})
-        loss, accuracy = self._judged(self._validation())
-        return {"validation_loss": loss, "validation_accuracy": accuracy}
+        return self._figures("validation", self._validation)
 
     @torch.no_grad()
-    def _judged(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-        """Return the mean loss and the accuracy on images that are not trained on."""
+    def _figures(self, name: str, batches: Labelled | None) -> dict[str, float]:
+        """Return the mean loss and the accuracy on images that are not trained on, if there are any."""
+        if batches is None:
+            return {}
         self._model.eval()
         loss, right, count = 0.0, 0, 0
-        for images, labels in batches:
+        for images, labels in batches():
             with self._precision():
                 scores = self._model(images).float()
             loss += cross_entropy(scores, labels, reduction="sum").item()
             right += int((scores.argmax(1) == labels).sum())
             count += len(labels)
         self._model.train()
-        return loss / count, right / count
+        return {f"{name}_loss": loss / count, f"{name}_accuracy": right / count}
 
     def _precision(self) -> Any:
         device = next(self._model.parameters()).device.type
@@ -222,14 +235,6 @@ class Loop:
         torch.save(self._model.state_dict(), folder / "model.pt")
         if self._matrices is not None:
             torch.save(self._matrices, folder / "matrices.pt")
-        result: dict[str, Any] = {"diverged": self._diverged}
-        loss, accuracy = self._judged(self._validation())
-        result |= {"validation_loss": _finite(loss), "validation_accuracy": accuracy}
-        if self._test is not None:
-            loss, accuracy = self._judged(self._test())
-            result |= {"test_loss": _finite(loss), "test_accuracy": accuracy}
-        return result
-
-
-def _finite(value: float) -> float | None:
-    return value if abs(value) < float("inf") else None
+        figures = self._figures("validation", self._validation) | self._figures("test", self._test)
+        known = {name: value if abs(value) < math.inf else None for name, value in figures.items()}
+        return {"diverged": self._diverged} | known

@@ -1,7 +1,7 @@
 """What paired seeds tell: means with intervals, p-values, and how soon one run is where another ends."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from scipy import stats
@@ -35,7 +35,8 @@ def p_value(differences: Tensor) -> float | None:
     """Return the two-sided p-value of Student's t-test that the mean difference is zero."""
     if len(differences) < 2 or not differences.isfinite().all() or differences.std() == 0:
         return None
-    return float(stats.ttest_1samp(differences.numpy(), 0.0).pvalue)
+    found: Any = stats.ttest_1samp(differences.numpy(), 0.0)
+    return float(found.pvalue)
 
 
 def smoothed(losses: Tensor, steps: int) -> Tensor:

@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
 import platform
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -42,12 +45,7 @@ def begin(config: Settings) -> Generator:
     `events`, is removed: it would pass for this run's.
     """
     torch.set_num_threads(config.threads)
-    versions = {
-        "metafop": metafop.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    settings = {"experiment": type(config).__module__, "config": asdict(config), "versions": versions}
+    settings = {"experiment": type(config).__module__, "config": asdict(config)} | made_by()
     try:
         config.out.mkdir(parents=True, exist_ok=True)
         (config.out / "config.json").write_text(json.dumps(settings, indent=2, default=str) + "\n")
@@ -61,6 +59,34 @@ def begin(config: Settings) -> Generator:
             f"Cannot write to --out {config.out} ({error.strerror}). Pass a folder that can be written."
         ) from None
     return Generator().manual_seed(config.seed)
+
+
+@cache
+def made_by() -> dict[str, Any]:
+    """Return what a run is made by: versions, commit and machine."""
+    versions = {name: module.__version__ for name, module in (("metafop", metafop), ("torch", torch))}
+    versions["python"] = platform.python_version()
+    machine = {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()}
+    return {"versions": versions, "commit": _commit(), "machine": machine}
+
+
+def _commit() -> str | None:
+    """Return the commit of this clone, "-dirty" if it has changed since; None if it is no clone."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
 
 
 @contextmanager

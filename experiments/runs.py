@@ -14,12 +14,9 @@ import csv
 import hashlib
 import json
 import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -27,7 +24,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-import metafop
+from experiments import run
 from metafop.tensorboard import Logger
 
 Row = Mapping[str, float]
@@ -123,7 +120,7 @@ def _carry_out(task: Task, folder: Path, tick: Callable[[float], None]) -> Finis
     else:
         _write(
             folder / "config.json",
-            _json({"task": type(task).__module__, "settings": asdict(task)} | made_by()),
+            _json({"task": type(task).__module__, "settings": asdict(task)} | run.made_by()),
         )
         for old in folder.glob("events.out.tfevents.*"):
             old.unlink()
@@ -151,34 +148,6 @@ def _carry_out(task: Task, folder: Path, tick: Callable[[float], None]) -> Finis
     _write(folder / "result.json", _json(result))
     checkpoint.unlink(missing_ok=True)
     return Finished(task, folder, result)
-
-
-@cache
-def made_by() -> dict[str, Any]:
-    """Return by what a run is made: versions, commit and machine."""
-    versions = {name: module.__version__ for name, module in (("metafop", metafop), ("torch", torch))}
-    versions["python"] = platform.python_version()
-    machine = {"system": platform.platform(), "processor": _processor(), "cores": os.cpu_count()}
-    return {"versions": versions, "commit": _commit(), "machine": machine}
-
-
-def _commit() -> str | None:
-    """Return the commit of this clone, "-dirty" if it has changed since; None if it is no clone."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _processor() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

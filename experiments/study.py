@@ -1,10 +1,11 @@
 """Many runs: finished ones are not run again, the others side by side on the cores, with progress."""
 
+import json
 import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -15,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from experiments import runs
+from experiments import run, runs
 from experiments.runs import Finished, Task
 
 
@@ -34,30 +35,34 @@ def carry_out(tasks: Sequence[Task], out: Path, workers: int, threads: int = 1) 
         else:
             _side_by_side(waiting, out, min(workers, len(waiting)), threads, board)
     found = [runs.finished(task, out) for task in tasks]
-    failed = [str(runs.folder_of(task, out)) for task, run in zip(tasks, found, strict=True) if run is None]
+    failed = [str(runs.folder_of(task, out)) for task, one in zip(tasks, found, strict=True) if one is None]
     if failed:
         raise SystemExit(
             f"{len(failed)} of {len(tasks)} runs failed; why is in error.txt in {', '.join(failed[:3])}"
             f"{' and others' if len(failed) > 3 else ''}. The same command goes on with them."
         )
-    finished = [run for run in found if run is not None]
+    finished = [one for one in found if one is not None]
     _warn_of_others(finished)
     return finished
 
 
-def _one(task: Task, out: Path, tick) -> Finished | None:
+def _one(task: Task, out: Path, tick: Callable[[float], None]) -> Finished | None:
     """Carry out one run; None if it failed."""
-    error = runs.folder_of(task, out) / "error.txt"
     try:
         finished = runs.carry_out(task, out, tick)
-    except (BrokenPipeError, KeyboardInterrupt):  # whoever asked for it is gone
+    except BrokenPipeError:  # whoever asked for it is gone
         raise
     except Exception:
-        error.parent.mkdir(parents=True, exist_ok=True)
-        error.write_text(traceback.format_exc())
+        _note(task, out, traceback.format_exc())
         return None
-    error.unlink(missing_ok=True)
+    (finished.folder / "error.txt").unlink(missing_ok=True)
     return finished
+
+
+def _note(task: Task, out: Path, why: str) -> None:
+    folder = runs.folder_of(task, out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "error.txt").write_text(why)
 
 
 def _work(connection: Connection, out: Path, threads: int) -> None:
@@ -88,9 +93,9 @@ def _side_by_side(waiting: Sequence[Task], out: Path, workers: int, threads: int
                     message = ready.recv()
                 except (EOFError, ConnectionResetError):  # killed: the run can go on later, the study at once
                     del at_work[ready]
+                    _note(task, out, "Its process was killed: memory may have been short.\n")
                     board.ended(task, None)
-                    worker = begin(out, threads)
-                    _next(worker, queue, at_work, board)
+                    _next(begin(out, threads), queue, at_work, board)
                     continue
                 if isinstance(message, float | int):
                     board.moved(task, message)
@@ -100,7 +105,9 @@ def _side_by_side(waiting: Sequence[Task], out: Path, workers: int, threads: int
                     _next(worker, queue, at_work, board)
 
 
-def _next(worker: _Worker, queue: list[Task], at_work: dict, board: "_Board") -> None:
+def _next(
+    worker: _Worker, queue: list[Task], at_work: dict[Connection, tuple[_Worker, Task]], board: "_Board"
+) -> None:
     """Give a worker its next task, or let it go."""
     if queue:
         at_work[worker.connection] = (worker, queue[0])
@@ -111,7 +118,7 @@ def _next(worker: _Worker, queue: list[Task], at_work: dict, board: "_Board") ->
 
 
 @contextmanager
-def _ended_with_us() -> Iterator:
+def _ended_with_us() -> Iterator[Callable[[Path, int], _Worker]]:
     """Give a function that begins a worker; none is left in the end."""
     context, begun = multiprocessing.get_context("spawn"), list[_Worker]()
 
@@ -161,11 +168,11 @@ class _Board:
         self._epochs[id(task)] = epochs
         self._show()
 
-    def ended(self, task: Task, run: Finished | None) -> None:
+    def ended(self, task: Task, one: Finished | None) -> None:
         self._left -= 1
         self._epochs[id(task)] = task.epochs
         seconds = time.monotonic() - self._began[id(task)]
-        said = "FAILED" if run is None else _figures(run)
+        said = "FAILED" if one is None else _figures(one)
         self._bar.console.print(f"{task.name}: {said} ({seconds:.0f} s)", highlight=False, soft_wrap=True)
         self._show()
 
@@ -175,27 +182,21 @@ class _Board:
         self._bar.update(self._task, completed=done, description=said)
 
 
-def _figures(run: Finished) -> str:
-    figures = {k: v for k, v in run.result.items() if isinstance(v, float) and k != "seconds"}
+def _figures(one: Finished) -> str:
+    figures = {k: v for k, v in one.result.items() if isinstance(v, float) and k != "seconds"}
     return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
 
 
 def _warn_of_others(finished: Sequence[Finished]) -> None:
     """Say so if runs were made by another commit or version than is here now."""
-    import json
-
-    here = {k: runs.made_by()[k] for k in ("versions", "commit")}
-    made = [json.loads((run.folder / "config.json").read_text()) for run in finished]
+    here = {k: run.made_by()[k] for k in ("versions", "commit")}
+    made = [json.loads((one.folder / "config.json").read_text()) for one in finished]
     others = [config for config in made if {k: config[k] for k in here} != here]
     if others:
-        commits = {config["commit"] for config in others}
+        commits = sorted({str(config["commit"]) for config in others})
         Console(stderr=True).print(
-            f"{len(others)} of {len(finished)} runs were made earlier, by {_listed(commits)}; this is "
+            f"{len(others)} of {len(finished)} runs were made earlier, by {', '.join(commits)}; this is "
             f"{here['commit']}. To run them again, delete their folders or pass another --out.",
             highlight=False,
             soft_wrap=True,
         )
-
-
-def _listed(commits: set) -> str:
-    return ", ".join(sorted(str(commit) for commit in commits))

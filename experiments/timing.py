@@ -4,18 +4,15 @@ It is a run like any other, and so is kept with its machine and commit; it shoul
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from experiments.classify import Classify, split
-from experiments.loop import Memory
+from experiments.loop import Loop
 from experiments.methods import Method
 from experiments.runs import Row
 from metafop import tree
@@ -25,11 +22,22 @@ from metafop.tensorboard import Logger
 TURN = 10  # steps in a turn: as many as FOP takes for each that it learns from
 
 
+class Trained(Protocol):
+    """The settings of a run that trains a network by some method."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def method(self) -> Method: ...
+
+    def start(self) -> Loop: ...
+
+
 @dataclass(frozen=True)
 class Timing:
     """Turns of some methods, the first of which the others are compared with."""
 
-    like: Classify  # the network and the batches
+    like: Trained  # the network and the batches
     methods: tuple[Method, ...]
     rounds: int
 
@@ -49,14 +57,9 @@ class Turns:
     """Every method's network takes ten steps, in turn; the round before the first only warms up."""
 
     def __init__(self, timing: Timing) -> None:
-        like = timing.like
-        training = split(like.data, like.images, like.validation, like.test, like.pool).training
-        self._made: dict[str, tuple[nn.Module, Optimizer]] = {}
-        for method in timing.methods:
-            model = like.network(training.images.shape[1:]).to(training.images.device)
-            self._made[method.name] = model, method.optimizer(model, like.seed)
-        self._feed = Memory(*training, like.batch, like.seed)
-        self._batches = [next(self._feed) for _ in range(min(TURN, self._feed.steps))]
+        self._made = {method.name: replace(timing.like, method=method).start() for method in timing.methods}
+        feed = next(iter(self._made.values())).feed
+        self._batches = [next(feed) for _ in range(min(TURN, feed.steps))]
         self._rounds, self._rows = timing.rounds, list[dict[str, float]]()
         for name in self._made:
             self._turn(name)
@@ -77,14 +80,11 @@ class Turns:
 
     def _turn(self, name: str) -> float:
         """Return the seconds that a step takes, on average over a turn."""
-        model, optimizer = self._made[name]
+        loop = self._made[name]
         clock = time.perf_counter if torch.cuda.is_available() else time.process_time
         began = clock()
         for i in range(TURN):
-            images, labels = self._batches[i % len(self._batches)]
-            optimizer.zero_grad()
-            cross_entropy(model(images), labels).backward()
-            optimizer.step()
+            loop.learn(*self._batches[i % len(self._batches)])
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return (clock() - began) / TURN
@@ -99,9 +99,9 @@ class Turns:
         """Return the numbers learned besides the weights, and the median of the time over the first's."""
         base = next(iter(self._made))
         result: dict[str, Any] = {}
-        for name, (_, optimizer) in self._made.items():
+        for name, loop in self._made.items():
             ratios = [row[name] / row[base] for row in self._rows]
-            result[f"{name}_parameters"] = _learned(optimizer)
+            result[f"{name}_parameters"] = _learned(loop.optimizer)
             result[f"{name}_percent"] = 100 * (median(ratios) - 1)
         return result
 

@@ -114,13 +114,23 @@ def whitening(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
     spatial = [k for k, (family, _) in _learned(training, meta).items() if _is_spatial(family)]
     scalars = {}
     for k, p in matrices(training, meta, spatial).items():
-        steps = _steps(grads[k].shape[2:]).to(p.device)
-        own, near, far = _mean(p, steps == 0), _mean(p, steps == 1), _mean(p, steps > 1)
+        own, near, far = weights(p, grads[k].shape[2:])
         scalars[f"whitening_self/{k}"] = own
         scalars[f"whitening_neighbours/{k}"] = near
         scalars[f"whitening_distant/{k}"] = far
         scalars[f"whitening_index/{k}"] = torch.where(near == 0, 0.0, -near / own)
     return scalars
+
+
+def weights(p: Tensor, kernel: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how the positions of a kernel weigh on themselves, on neighbours and on others, on average.
+
+    >>> own, neighbours, distant = metafop.diagnostics.weights(torch.eye(9), (3, 3))
+    >>> own, neighbours, distant
+    (tensor(1.), tensor(0.), tensor(0.))
+    """
+    steps = _steps(kernel).to(p.device)
+    return _mean(p, steps == 0), _mean(p, steps == 1), _mean(p, steps > 1)
 
 
 def matrices(training: Trains, meta: Meta, names: Iterable[str]) -> dict[str, Tensor]:

@@ -9,6 +9,8 @@ from hashlib import md5
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
 from threading import Thread
 
 import numpy as np
@@ -42,7 +44,7 @@ def content(name):
 
 def tarred(contents, kind):
     packed = BytesIO()
-    with tarfile.open(fileobj=packed, mode=f"w:{kind}") as tar:
+    with tarfile.open(fileobj=packed, mode="w:xz" if kind == "xz" else "w:gz") as tar:
         for name, inside in contents.items():
             member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
             member.size = len(inside)
@@ -59,7 +61,7 @@ def published(monkeypatch):
         for archive in module.ARCHIVES:
             inside = {name: content(name) for name in archive.contents}
             tar = archive.name.endswith(".tar.gz")
-            packed[archive.name] = tarred(inside, "gz") if tar else gzip.compress(*inside.values())
+            packed[archive.name] = tarred(inside, "gz") if tar else gzip.compress(inside[archive.name[:-3]])
             sums = {name: digest(x) for name, x in inside.items()}
             table.append(archive._replace(md5=digest(packed[archive.name]), contents=sums))
         monkeypatch.setattr(module, "ARCHIVES", tuple(table))
@@ -82,7 +84,7 @@ def served(published, tmp_path, monkeypatch):
     handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
     (tmp_path / "served").mkdir()
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=tmp_path / "served")) as server:
-        thread = Thread(target=server.serve_forever)
+        thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         for module in (mnist, cifar):
@@ -112,7 +114,7 @@ def refusal(function, *arguments):
 
 @real
 def test_mnist_is_what_was_published():
-    training, test = data.load("mnist", REAL)
+    training, test = mnist.load(REAL)
     assert training.images.shape == (60_000, 1, 28, 28)
     assert test.images.shape == (10_000, 1, 28, 28)
     assert training.images.dtype == torch.uint8
@@ -123,8 +125,8 @@ def test_mnist_is_what_was_published():
 
 
 @real
-def test_cifar_is_what_was_published_and_the_same_from_its_archive_and_unpacked(tmp_path):
-    archived = data.load("cifar10", REAL)
+def test_cifar_is_what_was_published_and_the_same_from_its_archive_and_unpacked():
+    archived = cifar.load(REAL)
     training, test = archived
     assert training.images.shape == (50_000, 3, 32, 32)
     assert test.images.shape == (10_000, 3, 32, 32)
@@ -133,14 +135,15 @@ def test_cifar_is_what_was_published_and_the_same_from_its_archive_and_unpacked(
     means = training.images.float().mean((0, 2, 3)) / 255
     assert means.tolist() == pytest.approx([0.4914, 0.4822, 0.4465], abs=1e-4)
 
-    below = tmp_path / "cifar10" / "cifar-10-batches-bin"
-    below.mkdir(parents=True)
     images = torch.cat([training.images, test.images]).flatten(1)
     labels = torch.cat([training.labels, test.labels]).to(torch.uint8)[:, None]
     batches = torch.cat([labels, images], 1).split(10_000)
-    for name, batch in zip(cifar.ARCHIVES[0].contents, batches, strict=True):
-        (below / name).write_bytes(batch.numpy().tobytes())
-    same(data.load("cifar10", tmp_path), archived)
+    with TemporaryDirectory() as root:
+        below = Path(root) / "cifar10" / "cifar-10-batches-bin"
+        below.mkdir(parents=True)
+        for name, batch in zip(cifar.ARCHIVES[0].contents, batches, strict=True):
+            (below / name).write_bytes(batch.numpy().tobytes())
+        same(cifar.load(Path(root)), archived)
 
 
 def test_a_dataset_is_read_once_in_a_process(here):
@@ -188,7 +191,7 @@ def test_a_missing_file_is_named_with_its_md5_and_the_command_that_fetches_it(he
     assert message.endswith(f"python -m experiments fetch --data {here}")
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.95])
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("kind", ["mnist", "gz", "xz"])
 def test_a_truncated_archive_is_named(here, kind, kept):
     module, name = (mnist, "train-images-idx3-ubyte.gz") if kind == "mnist" else (cifar, "cifar.tar." + kind)
@@ -198,13 +201,13 @@ def test_a_truncated_archive_is_named(here, kind, kept):
         path.write_bytes(tarred({name: content(name) for name in cifar.ARCHIVES[0].contents}, kind))
     path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
     message = refusal(module.load, here)
-    assert message.startswith(f"{path} cannot be read to its end") or not kept
+    assert message.startswith(f"{path} cannot be read to its end" if kept else str(path))
     assert next(iter(module.ARCHIVES[0].contents.values())) in message
     assert str(here) in message.split("experiments fetch --data ")[1]
 
 
 def test_an_altered_byte_is_refused_with_both_sums(here):
-    altered = content("train-images-idx3-ubyte")[:-1] + b"\0"
+    altered = content("train-images-idx3-ubyte")[:-1] + b"\xff"
     path = here / "mnist" / "train-images-idx3-ubyte.gz"
     path.write_bytes(gzip.compress(altered))
     message = refusal(mnist.load, here)
@@ -325,7 +328,7 @@ def test_images_are_listed_by_class_in_order(root):
 def test_an_augmentation_is_drawn_from_seed_epoch_and_index_whoever_draws_it(root, workers):
     images = folder.Folder(folder.listing(root).training, size=16, train=True, seed=3)
     keys = [(index, epoch) for epoch in (0, 5) for index in (4, 0, 11)]
-    batches = DataLoader(images, batch_sampler=[keys[:2], keys[2:]], num_workers=workers)  # pyright: ignore
+    batches = DataLoader(images, batch_sampler=[keys[:2], keys[2:]], num_workers=workers)
     found, labels = (torch.cat(x) for x in zip(*batches, strict=True))
     alone = [images[key] for key in reversed(keys)]
     torch.testing.assert_close(found.flip(0), torch.stack([image for image, _ in alone]), rtol=0, atol=0)
@@ -352,12 +355,31 @@ def test_a_validation_image_is_its_middle_whatever_the_epoch(root):
     assert torch.equal(images[0, 0][0], images[0, 1][0])
 
 
-@pytest.mark.parametrize("size", [(24, 24), (24, 31), (500, 3), (1, 200), (1, 1)], ids=str)
-def test_every_crop_lies_in_its_image(size):
+@pytest.mark.parametrize(("width", "height"), [(24, 24), (24, 31), (500, 3), (1, 200), (1, 1)])
+def test_every_crop_lies_in_its_image(width, height):
     for seed in range(200):
-        left, upper, right, lower = folder.crop(*size, folder.Random(seed))
-        assert 0 <= left < right <= size[0]
-        assert 0 <= upper < lower <= size[1]
+        left, upper, right, lower = folder.crop(width, height, Random(seed))
+        assert 0 <= left < right <= width
+        assert 0 <= upper < lower <= height
+
+
+def test_crops_are_of_any_allowed_area_and_ratio():
+    crops = torch.tensor([folder.crop(400, 300, Random(seed)) for seed in range(2000)])
+    width, height = (crops[:, 2] - crops[:, 0]).double(), (crops[:, 3] - crops[:, 1]).double()
+    areas, ratios = width * height / (400 * 300), width / height
+    torch.testing.assert_close(areas.aminmax(), areas.new_tensor([0.08, 1.0]).unbind(), rtol=0, atol=0.02)
+    torch.testing.assert_close(
+        ratios.aminmax(), ratios.new_tensor([3 / 4, 4 / 3]).unbind(), rtol=0, atol=0.02
+    )
+
+
+def test_half_of_the_images_are_mirrored():
+    image = Image.linear_gradient("L").rotate(90).convert("RGB")  # brighter to the right
+    mirrored = 0
+    for seed in range(400):
+        row = np.array(folder.augmented(image, 8, Random(seed)))[0, :, 0]
+        mirrored += int(row[0] > row[-1])
+    assert 160 < mirrored < 240
 
 
 def test_images_of_any_mode_and_shape_become_three_colours(root):
@@ -395,7 +417,7 @@ def test_a_broken_image_is_named(root, kept, workers):
     path = Path(listed[2].path)
     path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
     images = folder.Folder(listed, size=16, train=True, seed=0)
-    batches = DataLoader(images, batch_sampler=[[(2, 0)]], num_workers=workers)  # pyright: ignore
+    batches = DataLoader(images, batch_sampler=[[(2, 0)]], num_workers=workers)
     with pytest.raises(RuntimeError, match=f"Cannot read the image {path} .*Replace or remove the file"):
         next(iter(batches))
 

@@ -100,7 +100,7 @@ def unpack(path: Path, names: set[str]) -> dict[str, bytes]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return dict.fromkeys(names, file.read())
     contents = {}
-    with tarfile.open(path) as tar:
+    with tarfile.open(path, "r:xz" if path.suffix == ".xz" else "r:gz") as tar:
         for member in tar:  # in their order: to go back, the tar would be unpacked again
             name, file = PurePosixPath(member.name).name, tar.extractfile(member)
             if name in names and file is not None:

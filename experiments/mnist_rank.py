@@ -1,0 +1,272 @@
+"""How much the rank of P matters, and how far P turns a gradient: the paper's appendix, on MNIST."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from experiments import data, paired, presets, run, study
+from experiments.classify import Classify, prepare
+from experiments.methods import LOOKS, Method, Name
+from experiments.plots import band
+from experiments.presets import Preset
+from experiments.runs import Finished
+
+FULL = 784  # the first layer's; of the others it is 100
+ANGLES_EVERY = 200  # steps, as in the paper's figure
+PRESETS: dict[Preset, dict[str, Any]] = {
+    "smoke": {
+        "source": "generated-digits",
+        "images": 256,
+        "validation": 128,
+        "test": 128,
+        "widths": (8, 8, 8),
+        "epochs": 1,
+        "lrs": (0.01,),
+        "ranks": (0, 2, FULL),
+        "judge_every": 2,
+        "seeds": 2,
+        "batch": 64,
+        "workers": 1,
+    },
+    "small": {
+        "source": "mnist",
+        "images": 50_000,
+        "validation": 10_000,
+        "test": 10_000,
+        "widths": (100, 100, 100),
+        "epochs": 4,
+        "lrs": (0.001, 0.03),
+        "ranks": (0, 1, 2, 4, 16, 64, FULL),
+        "judge_every": 100,
+        "seeds": 5,
+        "batch": 128,
+    },
+    "paper": {
+        "source": "mnist",
+        "images": 50_000,
+        "validation": 10_000,
+        "test": 10_000,
+        "widths": (100, 100, 100),
+        "epochs": 10,
+        "lrs": (0.001, 0.03),
+        "ranks": (0, 1, 2, 4, 16, 64, FULL),
+        "judge_every": 100,
+        "seeds": 5,
+        "batch": 128,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The appendix's figures of ranks and of angles: a 4-layer net of 100 units on MNIST, P = I + M Mᵀ.
+
+    Rank 0 is momentum (0.9) alone. Within a seed all runs have the same first weights and batches, and are
+    compared with rank 0 pair by pair. The test images are looked at once, in the end of a run.
+
+    smoke: seconds, on generated images. small: 4 epochs, 5 seeds, two learning rates, both rules, about 25
+    minutes on two cores. paper: 10 epochs; the paper does not print its learning rate, its meta learning
+    rate here, or how long it trains.
+    """
+
+    preset: Preset = "small"
+    rules: tuple[Name, ...] = ("fop-paper", "fop")
+    ranks: tuple[int, ...] | None = None  # 0 must be among them; at most as large as a layer's inputs
+    lrs: tuple[float, ...] | None = None  # the first is low, the second one that suits momentum
+    epochs: int | None = None
+    seeds: int | None = None
+    images: int | None = None  # to train on, the first ones
+    validation: int | None = None  # images after them
+    source: data.Name | None = None
+    test: int | None = None
+    judge_every: int | None = None  # steps, for the validation images
+    widths: tuple[int, ...] | None = None  # units of each hidden layer
+    batch: int | None = None
+    data: Path | None = None  # folder that holds mnist/; if None, METAFOP_DATA, else it is fetched
+    workers: int | None = None  # runs side by side; if None, as many as there are cores
+    seed: int = 0  # the first
+    threads: int = 1  # of each run
+    out: Path = Path("runs/mnist-rank")
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None and 0 not in self.ranks:
+            raise ValueError("ranks must have 0 among them: the others are compared with it.")
+
+
+Key = tuple[float, str, int]  # learning rate, method, rank
+
+
+def main(config: Config) -> None:
+    config = presets.resolved(config, PRESETS)
+    prepare(config.source, config.data)
+    run.begin(config)
+    tasks = {key: [task(config, key, seed) for seed in seeds(config)] for key in keys(config)}
+    flat = [one for of_key in zip(*tasks.values(), strict=True) for one in of_key]
+    done = study.carry_out(flat, config.out, config.workers or os.cpu_count() or 1, config.threads)
+    found = dict(zip((id(one) for one in flat), done, strict=True))
+    results = {key: [found[id(one)] for one in of_key] for key, of_key in tasks.items()}
+    figures = report(config, results)
+    figures |= report_angles(config, results)
+    draw_ranks(config, results)
+    draw_angles(config, results)
+    run.finish(config.out, figures)
+
+
+def seeds(config: Config) -> range:
+    c: Any = config
+    return range(c.seed, c.seed + c.seeds)
+
+
+def keys(config: Config) -> list[Key]:
+    c: Any = config
+    learned = [(name, rank) for name in c.rules for rank in c.ranks if rank]
+    return [(lr, name, rank) for lr in c.lrs for name, rank in [("momentum", 0), *learned]]
+
+
+def task(config: Config, key: Key, seed: int) -> Classify:
+    c: Any = config
+    lr, name, rank = key
+    method: Any = Method(name, lr, rank=rank or None)  # pyright: ignore[reportArgumentType]
+    return Classify(
+        method=method,
+        seed=seed,
+        data=c.source,
+        images=c.images,
+        validation=c.validation,
+        test=c.test,
+        model="mlp",
+        widths=tuple(c.widths),
+        epochs=c.epochs,
+        decays=(),
+        batch=c.batch,
+        judge_every=c.judge_every,
+        angles_every=ANGLES_EVERY,
+    )
+
+
+def accuracies(runs: Sequence[Finished]) -> Tensor:
+    return 100 * torch.tensor([r.result["test_accuracy"] for r in runs], dtype=torch.float64)
+
+
+def report(config: Config, results: Mapping[Key, Sequence[Finished]]) -> dict[str, run.Figure]:
+    """Show the final accuracy of each rank, and its differences from momentum of the same seed."""
+    figures: dict[str, run.Figure] = {}
+    for lr in dict.fromkeys(lr for lr, _, _ in results):
+        base, rows = results[lr, "momentum", 0], []
+        for (own, name, rank), runs in results.items():
+            if own != lr:
+                continue
+            accuracy = accuracies(runs)
+            key = f"lr{lr:g}_{name}_rank{rank}"
+            figures[f"{key}_accuracy"] = round(accuracy.mean().item(), 3)
+            spread = f"{accuracy.mean():.2f} ± {accuracy.std():.2f}"
+            if rank == 0:
+                rows.append([LOOKS[name].label, "0", spread, *["–"] * 5])
+                continue
+            gain = accuracy - accuracies(base)
+            found, p = paired.interval(gain), paired.p_value(gain)
+            early = paired.interval(first_losses(runs) - first_losses(base)).mean
+            ahead = f"{int((gain > 0).sum())} of {len(gain)}"
+            ends = [None if x is None else round(x, 4) for x in found]
+            figures |= zip((f"{key}_gain{end}" for end in ("", "_low", "_high")), ends, strict=True)
+            figures |= {f"{key}_p": None if p is None else float(f"{p:.2g}"), f"{key}_ahead": ahead}
+            figures[f"{key}_first_epoch_loss_difference"] = None if early is None else round(early, 4)
+            cells = ["–" if x is None else f"{x:+.2f}" for x in found]
+            between = f"{cells[1]} to {cells[2]}"
+            more = ["–" if p is None else f"{p:.2g}", ahead, "–" if early is None else f"{early:+.4f}"]
+            rank_shown = "full" if rank >= FULL else str(rank)
+            rows.append([LOOKS[name].label, rank_shown, spread, cells[0], between, *more])
+        run.show(
+            config.out,
+            f"lr {lr:g}: test accuracy in percent ± standard deviation over seeds; its difference from rank "
+            "0, pair by pair, in points, with a 95 % t-interval and Student's p; and the difference in mean "
+            "training loss over the first epoch, in nats",
+            ["rule", "rank", "accuracy", "difference", "interval", "p", "ahead", "first epoch"],
+            rows,
+        )
+    return figures
+
+
+def first_losses(runs: Sequence[Finished]) -> Tensor:
+    """Return the mean training loss over the first epoch, of each seed: how fast training begins."""
+    losses = paired.gathered([r.metrics()["loss"] for r in runs])
+    return losses[:, : losses.shape[1] // runs[0].task.epochs].mean(1)
+
+
+def angles_of(runs: Sequence[Finished]) -> dict[str, Tensor]:
+    """Return the angles of each layer in degrees, (seeds, times)."""
+    metrics = [r.metrics() for r in runs]
+    names = [name for name in metrics[0] if name.startswith("angle/")]
+    return {name: paired.gathered([m[name][::ANGLES_EVERY] for m in metrics]) for name in names}
+
+
+def report_angles(config: Config, results: Mapping[Key, Sequence[Finished]]) -> dict[str, run.Figure]:
+    rows, figures = [], {}
+    for (lr, name, rank), runs in results.items():
+        if rank == max(rank for _, _, rank in results):
+            for i, (_, angles) in enumerate(angles_of(runs).items()):
+                last = angles[:, -1]
+                figures[f"lr{lr:g}_{name}_layer{i + 1}_last_angle"] = round(last.mean().item(), 2)
+                ends = [f"{x:.1f}" for x in (last.mean(), last.min(), last.max(), angles.max())]
+                rows.append([LOOKS[name].label, f"{lr:g}", str(i + 1), *ends])
+    run.show(
+        config.out,
+        "Full rank: the angle in degrees between a gradient and P times it, in the end (mean and range over "
+        "seeds), and the largest at any time. The paper: usually slightly below 45°",
+        ["rule", "lr", "layer", "mean", "lowest", "highest", "largest ever"],
+        rows,
+    )
+    return figures
+
+
+def draw_ranks(config: Config, results: Mapping[Key, Sequence[Finished]]) -> None:
+    c: Any = config
+    figure = Figure(figsize=(6 * len(c.rules), 4.4 * len(c.lrs)), layout="constrained")
+    panels = figure.subplots(len(c.lrs), len(c.rules), squeeze=False)
+    ranks = [rank for rank in c.ranks if rank]
+    for row, lr in zip(panels, c.lrs, strict=True):
+        for axes, name in zip(row, c.rules, strict=True):
+            curve(axes, results[lr, "momentum", 0], "momentum (rank 0)", "black", 2.0)
+            for i, rank in enumerate(ranks):
+                shade = 0.25 + 0.75 * i / max(len(ranks) - 1, 1)
+                label = f"rank {'full' if rank >= FULL else rank}"
+                curve(axes, results[lr, name, rank], label, (*to_rgb(LOOKS[name].colour), shade), 1.2)
+            axes.set_title(f"MNIST, {LOOKS[name].label}, lr {lr:g}: mean over {c.seeds} seeds")
+            axes.set_xlabel("steps")
+            axes.set_ylabel("error on validation images (%)")
+            axes.set_yscale("log")
+            axes.legend(fontsize="small")
+    figure.savefig(config.out / "ranks.png", dpi=150)
+
+
+def curve(axes: Axes, runs: Sequence[Finished], label: str, colour: Any, width: float) -> None:
+    """Draw the error on validation images over training, its mean over seeds."""
+    every = runs[0].task.judge_every
+    judged = paired.gathered([r.metrics()["validation_accuracy"][every - 1 :: every] for r in runs])
+    steps = (torch.arange(judged.shape[1]) + 1) * every
+    band(axes, steps, 100 - 100 * judged, label, colour, width, shaded=False)
+
+
+def draw_angles(config: Config, results: Mapping[Key, Sequence[Finished]]) -> None:
+    c: Any = config
+    figure = Figure(figsize=(6 * len(c.rules), 4.4 * len(c.lrs)), layout="constrained")
+    panels = figure.subplots(len(c.lrs), len(c.rules), squeeze=False)
+    for row, lr in zip(panels, c.lrs, strict=True):
+        for axes, name in zip(row, c.rules, strict=True):
+            for i, angles in enumerate(angles_of(results[lr, name, max(c.ranks)]).values()):
+                steps = torch.arange(angles.shape[1]) * ANGLES_EVERY
+                band(axes, steps, angles, f"layer {i + 1}", f"C{i}")
+            axes.axhline(45, color="grey", linestyle=":", label="45°")
+            axes.set_title(f"{LOOKS[name].label}, full rank, lr {lr:g}: mean and range")
+            axes.set_xlabel("steps")
+            axes.set_ylabel("angle between ∇J and P ∇J (degrees)")
+            axes.legend(fontsize="small")
+    figure.savefig(config.out / "angles.png", dpi=150)

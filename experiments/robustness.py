@@ -1,0 +1,256 @@
+"""How much the choice of lr and momentum matters, with FOP and without: the paper's heat maps."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from torch import Tensor
+
+from experiments import data, presets, run, study
+from experiments.classify import Classify, prepare
+from experiments.methods import LOOKS, Method, Name
+from experiments.presets import Preset
+from experiments.runs import Finished
+
+CHANCE = 0.15  # accuracy of ten classes below which a run has failed, if its loss is finite
+BASES: dict[str, Name] = {"fop": "momentum", "fop-paper-5e-4": "momentum", "adam-fop": "adam"}
+PRESETS: dict[Preset, dict[str, Any]] = {
+    "smoke": {
+        "source": "generated",
+        "images": 128,
+        "test": 128,
+        "pool": 1,
+        "widths": (2, 4),
+        "epochs": 1,
+        "lrs": (0.05, 1e6),
+        "momenta": (0.9,),
+        "adam_lrs": (1e-3,),
+        "seeds": 2,
+        "batch": 32,
+        "workers": 1,
+    },
+    "small": {
+        "source": "cifar10",
+        "images": 10_000,
+        "test": 10_000,
+        "pool": 2,
+        "widths": (16, 32),
+        "epochs": 6,
+        "lrs": (0.01, 0.03, 0.1, 0.3, 1.0),
+        "momenta": (0.5, 0.8, 0.9, 0.95, 0.99),
+        "adam_lrs": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
+        "seeds": 3,
+        "batch": 128,
+    },
+    "paper": {
+        "source": "cifar10",
+        "images": 50_000,
+        "test": 10_000,
+        "pool": 1,
+        "widths": (96, 192),
+        "epochs": 150,
+        "lrs": (0.01, 0.03, 0.1, 0.3, 1.0),
+        "momenta": (0.5, 0.8, 0.9, 0.95, 0.99),
+        "adam_lrs": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
+        "seeds": 3,
+        "batch": 128,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Figure 3 of the paper: test accuracy by lr and momentum, and by Adam's lr, with FOP and without.
+
+    FOP is its default, and the printed rule at the paper's 5e-4; runs are paired by seed, and kept in `out`.
+    The learning rate is divided by ten after 80 of 150 parts of a run.
+
+    smoke: seconds, on generated images. small: 10,000 images of 16 by 16 pixels (means over squares of
+    four), 16 and 32 channels, 6 epochs, about 30 minutes on two cores. paper: 50,000 images, 96 and 192
+    channels, 150 epochs, three runs a cell; the paper does not print the values of its axes: they are those
+    of small.
+    """
+
+    preset: Preset = "small"
+    lrs: tuple[float, ...] | None = None
+    momenta: tuple[float, ...] | None = None
+    adam_lrs: tuple[float, ...] | None = None
+    methods: tuple[Name, ...] = ("fop", "fop-paper-5e-4", "adam-fop")  # each beside its base
+    images: int | None = None  # to train on, the first ones
+    epochs: int | None = None
+    seeds: int | None = None
+    source: data.Name | None = None
+    test: int | None = None
+    pool: int | None = None  # side of the squares of pixels whose mean is taken
+    widths: tuple[int, int] | None = None  # channels of the first three layers, and of the layers after
+    batch: int | None = None
+    data: Path | None = None  # folder that holds cifar10/; if None, METAFOP_DATA, else it is fetched
+    workers: int | None = None  # runs side by side; if None, as many as there are cores
+    seed: int = 0  # the first
+    threads: int = 1  # of each run
+    out: Path = Path("runs/robustness")
+
+
+class Cells(NamedTuple):
+    """Test accuracy in percent, and whether a run failed: (momenta, lrs, seeds)."""
+
+    accuracy: Tensor
+    failed: Tensor
+
+
+def main(config: Config) -> None:
+    config = presets.resolved(config, PRESETS)
+    prepare(config.source, config.data)
+    run.begin(config)
+    names: list[Name] = list(dict.fromkeys(x for name in config.methods for x in (BASES[name], name)))
+    tasks = {name: grid(config, name) for name in names}
+    flat = [task for name in names for task in tasks[name]]
+    done = study.carry_out(flat, config.out, config.workers or os.cpu_count() or 1, config.threads)
+    finished = {id(task): one for task, one in zip(flat, done, strict=True)}
+    cells: dict[str, Cells] = {
+        name: gathered(config, name, [finished[id(task)] for task in tasks[name]]) for name in names
+    }
+    figures: dict[str, run.Figure] = {}
+    for name in config.methods:
+        figures |= report(config, name, cells[name], cells[BASES[name]])
+    draw(config, cells)
+    run.finish(config.out, figures)
+
+
+def axes_of(config: Config, name: str) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the momenta and learning rates that a method is tried at; Adam's momentum is its own."""
+    c: Any = config
+    return ((0.9,), c.adam_lrs) if name.startswith("adam") else (c.momenta, c.lrs)
+
+
+def grid(config: Config, name: Name) -> list[Classify]:
+    c: Any = config
+    momenta, lrs = axes_of(config, name)
+    return [
+        Classify(
+            method=Method(name, lr, momentum),
+            seed=seed,
+            data=c.source,
+            images=c.images,
+            validation=0,
+            test=c.test,
+            model="all-conv",
+            widths=tuple(c.widths),
+            epochs=c.epochs,
+            decays=(c.epochs * 80 / 150,),
+            batch=c.batch,
+            pool=c.pool,
+        )
+        for momentum in momenta
+        for lr in lrs
+        for seed in range(c.seed, c.seed + c.seeds)
+    ]
+
+
+def gathered(config: Config, name: str, runs: Sequence[Finished]) -> Cells:
+    momenta, lrs = axes_of(config, name)
+    shape = (len(momenta), len(lrs), -1)
+    accuracy = torch.tensor([r.result["test_accuracy"] for r in runs], dtype=torch.float64)
+    diverged = torch.tensor([r.result["diverged"] for r in runs])
+    failed = diverged | (accuracy < CHANCE)
+    return Cells(100 * accuracy.view(shape), failed.view(shape))
+
+
+def spread(mine: Cells, base: Cells) -> Tensor:
+    """Return the standard deviation over seeds in each cell, that of both methods taken together."""
+    return ((mine.accuracy.var(-1) + base.accuracy.var(-1)) / 2).sqrt()
+
+
+def report(config: Config, name: str, mine: Cells, base: Cells) -> dict[str, run.Figure]:
+    """Show both methods cell by cell, and how many cells FOP gains in, and loses in."""
+    gain, one = (mine.accuracy - base.accuracy).mean(-1), spread(mine, base)
+    count = gain.numel()
+    lost, hurt = gain <= -one, mine.failed & ~base.failed
+    figures: dict[str, run.Figure] = {
+        f"{name}_cells": count,
+        f"{name}_share_no_worse": round(((gain > -one) | (gain >= 0)).double().mean().item(), 4),
+        f"{name}_share_ahead": round((gain > 0).double().mean().item(), 4),
+        f"{name}_share_gaining_a_deviation": round(((gain >= one) & (gain > 0)).double().mean().item(), 4),
+        f"{name}_mean_gain_points": round(gain.mean().item(), 3),
+        f"{name}_worst_cell_points": round(gain.min().item(), 3),
+        f"{name}_best_cell_points": round(gain.max().item(), 3),
+        f"{name}_runs_failed_that_base_survived": int(hurt.sum()),
+        f"{name}_runs_survived_that_base_failed": int((base.failed & ~mine.failed).sum()),
+        f"{name}_base_runs_failed": int(base.failed.sum()),
+    }
+    momenta, lrs = axes_of(config, name)
+    rows = []
+    for i, momentum in enumerate(momenta):
+        for j, lr in enumerate(lrs):
+            cell = [f"{x.accuracy[i, j].mean():.1f}" for x in (base, mine)]
+            mark = "worse" if lost[i, j] and gain[i, j] < 0 else "better" if gain[i, j] >= one[i, j] else ""
+            failures = f"{int(base.failed[i, j].sum())}, {int(mine.failed[i, j].sum())}"
+            where = f"momentum {momentum:g}, lr {lr:g}" if not name.startswith("adam") else f"lr {lr:g}"
+            rows.append([where, *cell, f"{gain[i, j]:+.2f}", f"{one[i, j]:.2f}", failures, mark])
+    run.show(
+        config.out,
+        f"{LOOKS[name].label}, and {LOOKS[BASES[name]].label} alone: test accuracy in percent, mean over "
+        "seeds, their difference, the standard deviation over seeds, and failed runs of both. Better, worse: "
+        "by at least one standard deviation",
+        ["cell", "alone", "with FOP", "difference", "deviation", "failed", ""],
+        rows,
+    )
+    return figures
+
+
+def draw(config: Config, cells: dict[str, Cells]) -> None:
+    maps = [name for name in cells if not name.startswith("adam")]
+    sweeps = [name for name in cells if name.startswith("adam")]
+    figure = Figure(figsize=(4.4 * (len(maps) + bool(sweeps)), 4.4), layout="constrained")
+    panels = figure.subplots(1, len(maps) + bool(sweeps), squeeze=False)[0]
+    shown = [heat_map(config, axes, name, cells) for axes, name in zip(panels, maps, strict=False)]
+    if shown:
+        figure.colorbar(shown[0], ax=list(panels[: len(maps)]), label="test accuracy (%)", shrink=0.8)
+    for name in sweeps:
+        sweep(config, panels[-1], name, cells[name])
+    figure.savefig(config.out / "robustness.png", dpi=150)
+
+
+def heat_map(config: Config, axes: Axes, name: str, cells: dict[str, Cells]) -> Any:
+    momenta, lrs = axes_of(config, name)
+    means, base = cells[name].accuracy.mean(-1), cells[BASES.get(name, name)]
+    gain, one = (cells[name].accuracy - base.accuracy).mean(-1), spread(cells[name], base)
+    shown = axes.imshow(
+        means.numpy(), vmin=0, vmax=max(x.accuracy.mean(-1).max().item() for x in cells.values())
+    )
+    for i in range(len(momenta)):
+        for j in range(len(lrs)):
+            dark = means[i, j] < 40
+            axes.text(
+                j, i, f"{means[i, j]:.1f}", ha="center", va="center", color="white" if dark else "black"
+            )
+            if name in BASES and gain[i, j] >= one[i, j] and gain[i, j] > 0:
+                axes.add_patch(
+                    Rectangle((j - 0.46, i - 0.46), 0.92, 0.92, fill=False, edgecolor="blue", lw=2.5)
+                )
+    axes.set_xticks(range(len(lrs)), [f"{lr:g}" for lr in lrs])
+    axes.set_yticks(range(len(momenta)), [f"{momentum:g}" for momentum in momenta])
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("momentum")
+    note = "\n(blue: better by ≥ 1 standard deviation)" if name in BASES else ""
+    axes.set_title(f"{LOOKS[name].label}{note}", fontsize=10)
+    return shown
+
+
+def sweep(config: Config, axes: Axes, name: str, cells: Cells) -> None:
+    c: Any = config
+    means, one = cells.accuracy[0].mean(-1).numpy(), cells.accuracy[0].std(-1).numpy()
+    axes.errorbar(
+        c.adam_lrs, means, one, label=LOOKS[name].label, color=LOOKS[name].colour, capsize=3, marker="o"
+    )
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate of Adam")
+    axes.set_ylabel("test accuracy (%), mean ± standard deviation")
+    axes.set_title("Adam", fontsize=10)
+    axes.legend()

@@ -1,0 +1,247 @@
+"""What FOP learns: its matrices over training, their values, their eigenvalues, and whether they whiten."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib import colormaps
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from experiments import data, presets, run, study
+from experiments.classify import Classify, prepare
+from experiments.methods import LOOKS, Method, Name
+from experiments.plots import band
+from experiments.presets import Preset
+from experiments.runs import Finished
+from metafop import diagnostics
+
+PRESETS: dict[Preset, dict[str, Any]] = {
+    "smoke": {
+        "source": "generated",
+        "images": 256,
+        "widths": (2, 4),
+        "epochs": 2,
+        "decay": 1.0,
+        "seeds": 2,
+        "batch": 32,
+        "workers": 1,
+    },
+    "small": {
+        "source": "cifar10",
+        "images": 10_000,
+        "widths": (16, 32),
+        "epochs": 15,
+        "decay": 8.0,
+        "seeds": 3,
+        "batch": 128,
+    },
+    "paper": {
+        "source": "cifar10",
+        "images": 50_000,
+        "widths": (96, 192),
+        "epochs": 150,
+        "decay": 80.0,
+        "seeds": 3,
+        "batch": 128,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The paper's figure of what is learned: every P of the 9-layer net on CIFAR-10, over training.
+
+    The printed rule and the default, with lr 0.05 and momentum 0.9. Three panels of the paper: P as an
+    image, the values of P, its sorted eigenvalues; and what it describes: the weight of each position of a
+    kernel on itself, on its neighbours, and on the others.
+
+    smoke: seconds, on generated images. small: 10,000 images, 16 and 32 channels, 15 epochs, 3 seeds, about 7
+    minutes on two cores. paper: 50,000 images, 96 and 192 channels, 150 epochs.
+    """
+
+    preset: Preset = "small"
+    rules: tuple[Name, ...] = ("fop-paper", "fop")
+    layer: int = 4  # whose P is shown as images, from 1 to 7
+    lr: float = 0.05
+    images: int | None = None  # to train on, the first ones
+    epochs: int | None = None
+    decay: float | None = None  # epochs after which the learning rate is divided by ten
+    seeds: int | None = None
+    source: data.Name | None = None
+    widths: tuple[int, int] | None = None  # channels of the first three layers, and of the layers after
+    batch: int | None = None
+    data: Path | None = None  # folder that holds cifar10/; if None, METAFOP_DATA, else it is fetched
+    workers: int | None = None  # runs side by side; if None, as many as there are cores
+    seed: int = 0  # the first
+    threads: int = 1  # of each run
+    out: Path = Path("runs/structure")
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.layer <= 7:
+            raise ValueError(f"layer must be one of the seven with 3×3 kernels, got {self.layer}.")
+
+
+Matrices = Mapping[str, Tensor]  # by rule: (seeds, epochs, layers, 9, 9), with the identity first
+
+
+def main(config: Config) -> None:
+    config = presets.resolved(config, PRESETS)
+    prepare(config.source, config.data)
+    run.begin(config)
+    tasks = [task(config, name, seed) for seed in seeds(config) for name in config.rules]
+    done = study.carry_out(tasks, config.out, config.workers or os.cpu_count() or 1, config.threads)
+    learned = {name: gathered([r for r in done if r.task.method.name == name]) for name in config.rules}
+    figures = report(config, learned)
+    draw(config, learned)
+    run.finish(config.out, figures)
+
+
+def seeds(config: Config) -> range:
+    c: Any = config
+    return range(c.seed, c.seed + c.seeds)
+
+
+def task(config: Config, name: Name, seed: int) -> Classify:
+    c: Any = config
+    return Classify(
+        method=Method(name, c.lr),
+        seed=seed,
+        data=c.source,
+        images=c.images,
+        validation=0,
+        test=0,
+        model="all-conv",
+        widths=tuple(c.widths),
+        epochs=c.epochs,
+        decays=(c.decay,),
+        batch=c.batch,
+        keep_matrices=True,
+    )
+
+
+def gathered(runs: Sequence[Finished]) -> Tensor:
+    """Return every P of the layers with 3×3 kernels, after every epoch, (seeds, epochs + 1, layers, 9, 9)."""
+    kept = [torch.load(r.folder / "matrices.pt", weights_only=True) for r in runs]
+    names = [name for name, p in kept[0][0].items() if p.shape[-1] == 9]
+    found = torch.stack([torch.stack([torch.stack([at[k] for k in names]) for at in one]) for one in kept])
+    start = torch.eye(9, dtype=found.dtype).expand(len(runs), 1, len(names), 9, 9)
+    return torch.cat([start, found], 1).double()
+
+
+def report(config: Config, learned: Matrices) -> dict[str, run.Figure]:
+    """Show, of each layer in the end, the eigenvalues of P, and what a position weighs on which others."""
+    figures: dict[str, run.Figure] = {}
+    rows = []
+    for name, matrices in learned.items():
+        for i in range(matrices.shape[2]):
+            last = matrices[:, -1, i]
+            own, near, far = torch.stack([torch.stack(diagnostics.weights(p, (3, 3))) for p in last]).T
+            values = torch.linalg.eigvalsh(last)  # (seeds, 9)
+            least, most = values[:, 0].mean(), values[:, -1].mean()
+            measured = {"self": own, "neighbours": near, "distant": far, "index": -near / own}
+            for what, value in measured.items():
+                figures[f"{name}_layer{i + 1}_{what}"] = round(value.mean().item(), 4)
+            figures[f"{name}_layer{i + 1}_eigenvalue_min"] = round(least.item(), 4)
+            figures[f"{name}_layer{i + 1}_eigenvalue_max"] = round(most.item(), 4)
+            agree = f"{int((near < 0).sum())} of {len(near)}"
+            cells = [f"{x.mean():+.3f}" for x in measured.values()]
+            spread = f"{least:.3f} to {most:.3f}"
+            rows.append([LOOKS[name].label, str(i + 1), *cells, agree, spread, f"{values.mean():.3f}"])
+    run.show(
+        config.out,
+        "Each P in the end, mean over seeds: what a position of the kernel weighs on itself, on its "
+        "neighbours and on the others (the identity: 1, 0, 0); the whitening index, -neighbours / self; in "
+        "how many runs neighbours weigh less than nothing; the range of the eigenvalues, and their mean",
+        ["rule", "layer", "self", "neighbours", "distant", "index", "negative", "eigenvalues", "mean"],
+        rows,
+    )
+    return figures
+
+
+def draw(config: Config, learned: Matrices) -> None:
+    draw_images(config, learned)
+    draw_values(config, learned)
+    draw_weights(config, learned)
+
+
+def draw_images(config: Config, learned: Matrices) -> None:
+    """P of one layer over training, as images: one scale for each row."""
+    epochs = next(iter(learned.values())).shape[1]
+    shown = sorted({round(x) for x in torch.linspace(0, epochs - 1, 6).tolist()})
+    figure = Figure(figsize=(2.1 * len(shown) + 1, 2.5 * len(learned)), layout="constrained")
+    panels = figure.subplots(len(learned), len(shown), squeeze=False)
+    for row, (name, matrices) in zip(panels, learned.items(), strict=True):
+        moved = matrices[0, :, config.layer - 1]
+        limit = moved[shown].abs().max().item()
+        colours = ScalarMappable(Normalize(-limit, limit), "RdBu_r")
+        for axes, epoch in zip(row, shown, strict=True):
+            axes.imshow(moved[epoch].numpy(), cmap=colours.cmap, norm=colours.norm)
+            axes.set_title(f"epoch {epoch}", fontsize=9)
+            axes.set_xticks([0, 4, 8], ["1", "5", "9"])
+            axes.set_yticks([0, 4, 8], ["1", "5", "9"])
+        row[0].set_ylabel(f"{LOOKS[name].label}\nposition in the kernel")
+        figure.colorbar(colours, ax=list(row), label="value of P", shrink=0.8)
+    figure.suptitle(f"P of layer {config.layer} over training, one run")
+    figure.savefig(config.out / "matrices.png", dpi=150)
+
+
+def draw_values(config: Config, learned: Matrices) -> None:
+    """The values of P over training, diagonal and others apart, by layer; and the eigenvalues in the end."""
+    figure = Figure(figsize=(13, 3.8 * len(learned)), layout="constrained")
+    panels = figure.subplots(len(learned), 3, squeeze=False)
+    diagonal = torch.eye(9, dtype=torch.bool)
+    for row, (name, matrices) in zip(panels, learned.items(), strict=True):
+        layers = matrices.shape[2]
+        for i in range(layers):
+            colour = _shade(i, layers)
+            for axes, where in ((row[0], diagonal), (row[1], ~diagonal)):
+                values = matrices[:, :, i][..., where].transpose(0, 1).flatten(1)  # (epochs, values)
+                low, middle, high = values.quantile(torch.tensor([0.1, 0.5, 0.9]).double(), dim=1)
+                axes.plot(range(len(values)), middle, color=colour, label=f"layer {i + 1}")
+                axes.fill_between(range(len(values)), low, high, color=colour, alpha=0.12, linewidth=0)
+            spectrum = torch.linalg.eigvalsh(matrices[:, -1, i]).flip(-1).mean(0)
+            row[2].plot(
+                range(1, 10), spectrum, marker="o", markersize=3, color=colour, label=f"layer {i + 1}"
+            )
+        row[0].set_title(f"{LOOKS[name].label}: on the diagonal")
+        row[1].set_title("off the diagonal")
+        row[2].set_title("eigenvalues in the end, mean over seeds")
+        for axes in row[:2]:
+            axes.set_xlabel("epochs")
+            axes.set_ylabel("value of P: median, 10 % to 90 %")
+        row[2].set_xlabel("rank of the eigenvalue")
+        row[2].set_ylabel("eigenvalue of P")
+        row[2].axhline(1, color="grey", linestyle=":", linewidth=1)
+        row[0].legend(fontsize="x-small", ncols=2)
+    figure.savefig(config.out / "values.png", dpi=150)
+
+
+def draw_weights(config: Config, learned: Matrices) -> None:
+    """What a position weighs on itself, its neighbours and the others, over training."""
+    figure = Figure(figsize=(13, 3.8 * len(learned)), layout="constrained")
+    panels = figure.subplots(len(learned), 3, squeeze=False)
+    for row, (name, matrices) in zip(panels, learned.items(), strict=True):
+        layers = matrices.shape[2]
+        for i in range(layers):
+            each = [[diagnostics.weights(p, (3, 3)) for p in one] for one in matrices[:, :, i]]
+            weights = torch.stack([torch.stack([torch.stack(at) for at in one]) for one in each])
+            for j, axes in enumerate(row):
+                band(axes, range(weights.shape[1]), weights[..., j], f"layer {i + 1}", _shade(i, layers))
+        for axes, what in zip(row, ("itself", "its neighbours", "the others"), strict=True):
+            axes.set_title(f"{LOOKS[name].label}: on {what}")
+            axes.set_xlabel("epochs")
+            axes.set_ylabel("mean weight in P (mean and range over seeds)")
+            axes.axhline(float(what == "itself"), color="grey", linestyle=":", linewidth=1)
+        row[0].legend(fontsize="x-small", ncols=2)
+    figure.savefig(config.out / "weights.png", dpi=150)
+
+
+def _shade(layer: int, layers: int) -> Any:
+    """The deeper a layer, the lighter."""
+    return colormaps["viridis"](layer / layers)

@@ -1,0 +1,235 @@
+"""A run that was killed goes on to the same bits, a finished one is not repeated, a failed one is named."""
+
+import csv
+import json
+import multiprocessing
+import os
+import signal
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from experiments import loop, runs, study
+from experiments.classify import Classify
+from experiments.methods import LOOKS, Method
+
+KILLS = 10
+TASK = Classify(
+    method=Method("fop", 0.05),
+    seed=3,
+    data="generated",
+    images=320,
+    validation=64,
+    test=64,
+    model="all-conv",
+    widths=(2, 4),
+    epochs=6,
+    decays=(2.5,),
+    batch=16,
+    keep_matrices=True,
+)
+SHORT = replace(TASK, epochs=1, keep_matrices=False)
+
+
+@pytest.fixture(autouse=True)
+def single_precision():
+    """As in the processes that runs are carried out in."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(before)
+
+
+def in_short_parts(task, out, connection):
+    """Carry out a run that tells of every three steps, each followed by a checkpoint: kills hit these too."""
+    torch.set_num_threads(1)
+    runs.CHECKPOINT_SECONDS, loop.AT_ONCE = 0.0, 3
+    runs.carry_out(task, out, connection.send)
+
+
+def begun(task, out):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "experiments.classify", "experiments.study"])  # imported once
+    ours, theirs = context.Pipe()
+    process = context.Process(target=in_short_parts, args=(task, out, theirs))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def finish(task, out):
+    process, connection = begun(task, out)
+    while process.is_alive():
+        if connection.poll(1):
+            try:
+                connection.recv()
+            except EOFError:
+                break
+    process.join()
+    assert process.exitcode == 0
+
+
+def left_by(task, out):
+    """Everything that a run leaves, but how long it took: figures, metrics, weights, matrices."""
+    folder = runs.folder_of(task, out)
+    result = json.loads((folder / "result.json").read_text())
+    kept = [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))]
+    return result | {"seconds": 0}, (folder / "metrics.csv").read_text(), kept
+
+
+def assert_same_bits(task, one, other):
+    left, right = left_by(task, one), left_by(task, other)
+    assert left[:2] == right[:2]
+    torch.testing.assert_close(left[2], right[2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["fop", "muon", "adam"])
+def test_a_run_killed_at_ten_random_moments_ends_with_the_bits_of_an_undisturbed_one(name, tmp_path):
+    task, random, reached = replace(TASK, method=Method(name, 0.01)), Random(0), []
+    for _ in range(KILLS):
+        process, connection = begun(task, tmp_path / "killed")
+        reached.append(connection.recv())
+        for _ in range(random.randrange(4)):
+            connection.recv()
+        connection.poll(random.uniform(0, 0.03))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    finish(task, tmp_path / "killed")
+    finish(task, tmp_path / "whole")
+    assert 0 < max(reached) < task.epochs, (
+        "it went on from checkpoints, and was not done before the last kill"
+    )
+    assert_same_bits(task, tmp_path / "whole", tmp_path / "killed")
+
+
+def test_tensorboard_shows_a_killed_run_once(tmp_path):
+    process, connection = begun(TASK, tmp_path)
+    for _ in range(9):
+        connection.recv()
+    process.kill()
+    process.join()
+    finish(TASK, tmp_path)
+    folder = runs.folder_of(TASK, tmp_path)
+    events = EventAccumulator(str(folder)).Reload()
+    with (folder / "metrics.csv").open(newline="") as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    assert len(list(folder.glob("events.out.tfevents.*"))) == 2
+    assert [event.step for event in events.Scalars("loss")] == list(range(120))
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_finished_run_is_not_run_again_and_another_setting_is_another_run(tmp_path, capsys):
+    [first] = study.carry_out([SHORT], tmp_path, workers=1)
+    before = {path: path.stat().st_mtime_ns for path in first.folder.iterdir()}
+    capsys.readouterr()
+    [again] = study.carry_out([SHORT], tmp_path, workers=1)
+    assert again == first
+    assert {path: path.stat().st_mtime_ns for path in first.folder.iterdir()} == before
+    other = replace(SHORT, method=Method("fop", 0.05, meta_lr=1e-3))
+    assert runs.folder_of(other, tmp_path) != first.folder
+    assert runs.finished(other, tmp_path) is None
+
+
+def test_a_run_keeps_its_settings_versions_commit_and_machine(tmp_path):
+    [run] = study.carry_out([SHORT], tmp_path, workers=1)
+    config = json.loads((run.folder / "config.json").read_text())
+    assert config["settings"]["method"] == {
+        "name": "fop",
+        "lr": 0.05,
+        "momentum": 0.9,
+        "meta_lr": None,
+        "rank": None,
+    }
+    assert config["settings"]["images"] == 320
+    assert config["versions"].keys() == {"metafop", "torch", "python"}
+    assert {"commit", "machine"} <= config.keys()
+    assert not (run.folder / "checkpoint.pt").exists()
+    metrics = run.metrics()
+    assert metrics["step"].tolist() == list(range(20))
+    assert metrics["loss"].isfinite().all()
+    assert metrics["validation_accuracy"].isnan().sum() == 19
+    assert run.result["validation_accuracy"] == metrics["validation_accuracy"][-1]
+
+
+def test_side_by_side_is_as_one_after_the_other(tmp_path):
+    tasks = [replace(SHORT, seed=seed) for seed in (0, 1, 2)]
+    together = study.carry_out(tasks, tmp_path / "together", workers=2)
+    assert [run.task for run in together] == tasks
+    study.carry_out(tasks, tmp_path / "alone", workers=1)
+    for task in tasks:
+        assert_same_bits(task, tmp_path / "together", tmp_path / "alone")
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path):
+    tasks = [replace(SHORT, images=10_000), SHORT]
+    with pytest.raises(SystemExit, match=r"1 of 2 runs failed; why is in error\.txt in .*The same command"):
+        study.carry_out(tasks, tmp_path, workers=1)
+    said = (runs.folder_of(tasks[0], tmp_path) / "error.txt").read_text()
+    assert "10000 to train on" in said
+    assert runs.finished(SHORT, tmp_path) is not None
+
+
+@dataclass(frozen=True)
+class Killed(Classify):
+    """A run whose process is killed, as by the system when memory is short."""
+
+    def start(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+def test_a_worker_that_is_killed_takes_only_its_run_with_it(tmp_path):
+    killed = Killed(**{name: getattr(SHORT, name) for name in SHORT.__dataclass_fields__})
+    tasks = [killed, replace(SHORT, seed=1), replace(SHORT, seed=2)]
+    with pytest.raises(SystemExit, match="1 of 3 runs failed"):
+        study.carry_out(tasks, tmp_path, workers=2)
+    assert "killed" in (runs.folder_of(killed, tmp_path) / "error.txt").read_text()
+    assert all(runs.finished(task, tmp_path) for task in tasks[1:])
+
+
+def test_two_processes_never_write_one_run(tmp_path):
+    process, connection = begun(TASK, tmp_path)
+    connection.recv()
+    with pytest.raises(RuntimeError, match=r"is being written by another process\. Wait for it"):
+        runs.carry_out(TASK, tmp_path, lambda epochs: None)
+    process.kill()
+    process.join()
+
+
+def test_a_run_that_diverges_ends_there_and_says_so(tmp_path):
+    [run] = study.carry_out([replace(SHORT, method=Method("momentum", 1e30))], tmp_path, workers=1)
+    assert run.result["diverged"]
+    assert run.result["validation_loss"] is None
+    assert len(run.metrics()["step"]) <= 20
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_within_a_seed_every_method_starts_from_the_same_network_and_batch(name, tmp_path):
+    tasks = [replace(SHORT, method=Method(each, 0.01)) for each in ("momentum", name)]
+    first, other = (run.metrics()["loss"][0] for run in study.carry_out(tasks, tmp_path, workers=1))
+    assert first == other
+
+
+def test_the_test_images_are_looked_at_in_the_end_only_and_not_at_all_while_tuning(tmp_path, monkeypatch):
+    seen = []
+    figures = loop.Loop._figures
+
+    def spied(self, name, batches):
+        if batches is not None:
+            seen.append(name)
+        return figures(self, name, batches)
+
+    monkeypatch.setattr(loop.Loop, "_figures", spied)
+    study.carry_out([replace(SHORT, epochs=2)], tmp_path, workers=1)
+    assert seen == ["validation", "validation", "validation", "test"]
+    seen.clear()
+    study.carry_out([replace(SHORT, epochs=2, test=0)], tmp_path, workers=1)
+    assert "test" not in seen
+
+
+def test_no_two_methods_share_a_colour():
+    assert len({look.colour for look in LOOKS.values()}) == len(LOOKS)

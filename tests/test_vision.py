@@ -1,0 +1,125 @@
+"""Every study of the paper's vision results runs from its command, and says what it saw."""
+
+import json
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from experiments import cifar10, mnist_rank, paired, robustness, structure
+from experiments.__main__ import main
+from experiments.presets import resolved
+
+
+def smoke(name, out, *flags):
+    main([name, "--preset", "smoke", "--out", str(out), *flags])
+    return json.loads((out / "summary.json").read_text()), (out / "tables.md").read_text()
+
+
+def test_cifar10_tunes_every_method_alike_and_compares_it_with_momentum(tmp_path):
+    summary, tables = smoke("cifar10", tmp_path, "--epochs", "1")
+    for name in cifar10.METHODS:
+        assert 0 <= summary[f"{name}_accuracy"] <= 100
+        assert math.isfinite(summary[f"{name}_additional_time_percent"])
+    for name in cifar10.METHODS[1:]:
+        assert {f"{name}_{view}" for view in ("steps_ratio", "accuracy_difference_low")} <= summary.keys()
+    assert summary["fop_additional_parameters"] == summary["fop-paper_additional_parameters"] == 569
+    assert summary["momentum_additional_parameters"] == summary["muon_additional_parameters"] == 0
+    assert "| FOP, printed rule | " in tables
+    assert "91.5 ± 0.2" in tables
+    assert (tmp_path / "cifar10.png").stat().st_size > 10_000
+    tuning = list((tmp_path / "runs").glob(f"*seed{cifar10.TUNING_SEED}*"))
+    assert len(tuning) == 2 * len(cifar10.METHODS)
+    assert not any("test_accuracy" in (folder / "result.json").read_text() for folder in tuning)
+
+
+def test_mnist_rank_compares_every_rank_with_momentum_and_shows_angles(tmp_path):
+    summary, tables = smoke("mnist-rank", tmp_path)
+    assert {"lr0.01_fop_rank2_p", "lr0.01_fop-paper_rank784_gain_low"} <= summary.keys()
+    assert 0 < summary["lr0.01_fop_layer1_last_angle"] < 45
+    assert "| FOP | full | " in tables
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("ranks.png", "angles.png"))
+
+
+def test_robustness_counts_cells_and_failures(tmp_path):
+    summary, tables = smoke("robustness", tmp_path)
+    assert summary["fop_cells"] == 2
+    assert summary["adam-fop_cells"] == 1
+    assert summary["fop_base_runs_failed"] >= 2  # at a learning rate of a million
+    assert "| momentum 0.9, lr 1e+06 | " in tables
+    assert (tmp_path / "robustness.png").stat().st_size > 10_000
+
+
+def test_structure_shows_what_each_position_of_a_kernel_weighs(tmp_path):
+    summary, tables = smoke("structure", tmp_path)
+    for layer in range(1, 8):
+        assert summary[f"fop_layer{layer}_self"] == pytest.approx(1, abs=0.2)
+        assert summary[f"fop-paper_layer{layer}_eigenvalue_min"] > 0
+    assert "| FOP | 7 | " in tables
+    assert all((tmp_path / f"{x}.png").stat().st_size > 10_000 for x in ("matrices", "values", "weights"))
+
+
+@pytest.mark.parametrize("experiment", [cifar10, structure])
+def test_the_paper_preset_is_the_papers(experiment):
+    config = resolved(experiment.Config(preset="paper"), experiment.PRESETS)
+    assert (config.epochs, config.decay, config.batch, config.images) == (150, 80, 128, 50_000)
+    assert tuple(config.widths) == (96, 192)
+
+
+def test_the_paper_preset_of_cifar10_trains_every_variant_at_the_papers_rate():
+    config = resolved(cifar10.Config(preset="paper"), cifar10.PRESETS)
+    assert config.settings == 0
+    chosen = cifar10.untuned(config)
+    assert {chosen[name].lr for name in cifar10.PAPER} == {0.05}
+    assert {chosen[name].meta_lr for name in cifar10.PAPER} == {None}  # the preset's, 1e-4
+    task = cifar10.task(config, chosen["fop-paper"], 0, config.test)
+    assert (task.epochs, task.decays, task.batch, task.validation) == (150, (80,), 128, 0)
+
+
+def test_the_paper_preset_of_robustness_has_three_runs_of_150_epochs():
+    config = resolved(robustness.Config(preset="paper"), robustness.PRESETS)
+    tasks = robustness.grid(config, "fop-paper-5e-4")
+    assert len(tasks) == 3 * 25
+    assert {(task.epochs, task.decays) for task in tasks} == {(150, (80,))}
+
+
+def test_the_ranks_of_the_paper_are_those_of_small():
+    assert mnist_rank.PRESETS["small"]["ranks"] == (0, 1, 2, 4, 16, 64, 784)
+
+
+def test_a_flag_overrules_its_preset():
+    config = resolved(cifar10.Config(preset="small", epochs=3), cifar10.PRESETS)
+    assert (config.epochs, config.images) == (3, 10_000)
+
+
+def test_an_altered_data_folder_is_refused_before_anything_runs(tmp_path):
+    with pytest.raises(
+        SystemExit, match=r"data_batch_1\.bin is missing; .*python -m experiments fetch --data"
+    ):
+        main(["cifar10", "--data", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_steps_are_counted_to_the_first_epoch_at_the_target():
+    losses = torch.tensor([[4, 2, 0, 0], [4, 4, 2, 2], [4, 4, 4, 4]], dtype=torch.float64)
+    found = [paired.steps_to(row, target, 2) for row, target in zip(losses, (1.0, 2.0, 3.0), strict=True)]
+    assert found[:2] == [3, 4]
+    assert math.isnan(found[2])
+
+
+def test_the_interval_and_the_p_value_are_students(generator):
+    values = torch.randn(5, generator=generator)
+    expected = stats.t.interval(0.95, 4, loc=values.mean().item(), scale=stats.sem(values.numpy()))
+    assert paired.interval(values)[1:] == pytest.approx(expected)
+    t = values.mean() / (values.std() / 5**0.5)
+    assert paired.p_value(values) == pytest.approx(2 * stats.t.sf(abs(t.item()), 4))
+    assert paired.interval(values[:1])[1:] == (None, None)
+    assert paired.interval(torch.tensor([1.0, math.nan])) == (None, None, None)
+
+
+def test_the_geometric_mean_of_ratios_is_between_them():
+    found = paired.geometric(torch.tensor([0.5, 2.0, 1.0]))
+    assert found.mean == pytest.approx(1)
+    assert found.low is not None
+    assert found.low < 1
