@@ -2,9 +2,11 @@
 
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Annotated, Any, Union
 
 # Each is a file with a `Config` and a `main(config)`.
 EXPERIMENTS = (
@@ -37,6 +39,8 @@ NEEDED = (
     "tyro",
 )
 
+PRESETS = ("smoke", "small", "paper")
+
 # Threads that wait by spinning fight each other for few cores; torch reads this when it is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -52,13 +56,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     import tyro
 
     experiments = {name: import_module(f"experiments.{name.replace('-', '_')}") for name in EXPERIMENTS}
-    config = tyro.extras.subcommand_cli_from_dict(
-        {name: experiment.Config for name, experiment in experiments.items()},
+    preset = asked(argv)
+    kinds = [
+        Annotated[
+            experiment.Config,
+            # The defaults that are shown, and overruled, are those of the preset asked for.
+            tyro.conf.subcommand(name, default=experiment.PRESETS[preset])
+            if hasattr(experiment, "PRESETS")
+            else tyro.conf.subcommand(name),
+        ]
+        for name, experiment in experiments.items()
+    ]
+    one_of: Any = Union[tuple(kinds)]  # noqa: UP007
+    config = tyro.cli(
+        one_of,
         prog="python -m experiments",
         description=main.__doc__,
         args=argv,
     )
     sys.modules[type(config).__module__].main(config)
+
+
+def asked(argv: Sequence[str] | None) -> str:
+    """Return the preset that is asked for; one that does not exist is refused later, like any other flag."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--preset", nargs="?")
+    preset = parser.parse_known_args(argv)[0].preset
+    return preset if preset in PRESETS else "small"
 
 
 if __name__ == "__main__":

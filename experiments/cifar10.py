@@ -5,13 +5,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments import data, paired, presets, run, study
+from experiments import data, paired, run, study
 from experiments.classify import Classify, prepare
 from experiments.methods import LOOKS, Method, Name
 from experiments.plots import band
@@ -44,48 +43,6 @@ PAPER = {
     "fop-norm": ("91.3 ± 0.1", "65", "1.0"),
     "fop-paper": ("91.5 ± 0.2", "65", "0.8"),
 }
-PRESETS: dict[Preset, dict[str, Any]] = {
-    "smoke": {
-        "source": "generated",
-        "images": 256,
-        "validation": 128,
-        "test": 128,
-        "widths": (2, 4),
-        "epochs": 2,
-        "decay": 1.0,
-        "settings": 2,
-        "seeds": 2,
-        "headline_seeds": 3,
-        "batch": 64,
-        "workers": 1,
-    },
-    "small": {
-        "source": "cifar10",
-        "images": 10_000,
-        "validation": 5000,
-        "test": 10_000,
-        "widths": (16, 32),
-        "epochs": 15,
-        "decay": 10.5,
-        "settings": 4,
-        "seeds": 3,
-        "headline_seeds": 8,
-        "batch": 128,
-    },
-    "paper": {
-        "source": "cifar10",
-        "images": 50_000,
-        "validation": 0,
-        "test": 10_000,
-        "widths": (96, 192),
-        "epochs": 150,
-        "decay": 80.0,
-        "settings": 0,
-        "seeds": 3,
-        "headline_seeds": 3,
-        "batch": 128,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -104,19 +61,19 @@ class Config:
 
     preset: Preset = "small"
     methods: tuple[Name, ...] = METHODS  # momentum must be among them
-    images: int | None = None  # to train on, the first ones
-    validation: int | None = None  # images after them
-    epochs: int | None = None
-    decay: float | None = None  # epochs after which the learning rate is divided by ten
-    settings: int | None = None  # learning rates that each method is tuned over; 0: the paper's, untuned
-    seeds: int | None = None
-    headline_seeds: int | None = None  # of momentum, the printed rule and FOP
-    source: data.Name | None = None
-    test: int | None = None
-    widths: tuple[int, int] | None = None  # channels of the first three layers, and of the layers after
-    batch: int | None = None
+    images: int = 10_000  # to train on, the first ones
+    validation: int = 5000  # images after them
+    epochs: int = 15
+    decay: float = 10.5  # epochs after which the learning rate is divided by ten
+    settings: int = 4  # learning rates that each method is tuned over; 0: the paper's, untuned
+    seeds: int = 3
+    headline_seeds: int = 8  # of momentum, the printed rule and FOP
+    source: data.Name = "cifar10"
+    test: int = 10_000
+    widths: tuple[int, int] = (16, 32)  # channels of the first three layers, and of the layers after
+    batch: int = 128
     data: Path | None = None  # folder that holds cifar10/; if None, METAFOP_DATA, else it is fetched
-    workers: int | None = None  # runs side by side; if None, as many as there are cores
+    workers: int = os.cpu_count() or 1  # runs side by side
     seed: int = 0  # the first
     threads: int = 1  # of each run
     out: Path = Path("runs/cifar10")
@@ -126,14 +83,43 @@ class Config:
             raise ValueError("methods must have momentum among them: the others are compared with it.")
 
 
+PRESETS: dict[Preset, Config] = {
+    "smoke": Config(
+        preset="smoke",
+        source="generated",
+        images=256,
+        validation=128,
+        test=128,
+        widths=(2, 4),
+        epochs=2,
+        decay=1.0,
+        settings=2,
+        seeds=2,
+        headline_seeds=3,
+        batch=64,
+        workers=1,
+    ),
+    "small": Config(),
+    "paper": Config(
+        preset="paper",
+        images=50_000,
+        validation=0,
+        widths=(96, 192),
+        epochs=150,
+        decay=80.0,
+        settings=0,
+        headline_seeds=3,
+    ),
+}
+
+
 def main(config: Config) -> None:
-    config = presets.resolved(config, PRESETS)
     prepare(config.source, config.data)
     run.begin(config)
     tuning = tuned(config)
     chosen = {name: best(runs) for name, runs in tuning.items()} or untuned(config)
     tasks = [task(config, chosen[name], seed, config.test) for seed, name in plan(config)]
-    done = study.carry_out(tasks, config.out, config.workers or os.cpu_count() or 1, config.threads)
+    done = study.carry_out(tasks, config.out, config.workers, config.threads)
     results = {name: [r for r in done if r.task.method.name == name] for name in config.methods}
     methods = tuple(sorted(chosen.values(), key=lambda method: method.name != "momentum"))
     [times] = study.carry_out([Timing(tasks[0], methods, ROUNDS)], config.out, workers=1)
@@ -144,39 +130,36 @@ def main(config: Config) -> None:
 
 
 def task(config: Config, method: Method, seed: int, test: int | None) -> Classify:
-    c: Any = config
     return Classify(
         method=method,
         seed=seed,
-        data=c.source,
-        images=c.images,
-        validation=c.validation,
+        data=config.source,
+        images=config.images,
+        validation=config.validation,
         test=test or 0,
         model="all-conv",
-        widths=tuple(c.widths),
-        epochs=c.epochs,
-        decays=(c.decay,),
-        batch=c.batch,
+        widths=tuple(config.widths),
+        epochs=config.epochs,
+        decays=(config.decay,),
+        batch=config.batch,
     )
 
 
 def plan(config: Config) -> list[tuple[int, Name]]:
     """Return seed and method of each run, seed by seed: what an interrupted study leaves is whole pairs."""
-    c: Any = config
-    counts = {name: c.headline_seeds if name in HEADLINE else c.seeds for name in c.methods}
-    seeds = range(c.seed, c.seed + max(counts.values()))
-    return [(seed, name) for seed in seeds for name in c.methods if seed - c.seed < counts[name]]
+    counts = {name: config.headline_seeds if name in HEADLINE else config.seeds for name in config.methods}
+    seeds = range(config.seed, config.seed + max(counts.values()))
+    return [(seed, name) for seed in seeds for name in config.methods if seed - config.seed < counts[name]]
 
 
 def tuned(config: Config) -> dict[str, list[Finished]]:
     """Return the runs by which the settings are chosen, by method; none if nothing is to be chosen."""
-    c: Any = config
-    if not c.settings:
+    if not config.settings:
         return {}
-    tried = [Method(name, lr) for name in c.methods for lr in grid(name, c.settings)]
+    tried = [Method(name, lr) for name in config.methods for lr in grid(name, config.settings)]
     tasks = [task(config, method, TUNING_SEED, test=0) for method in tried]
-    done = study.carry_out(tasks, c.out, c.workers or os.cpu_count() or 1, c.threads)
-    return {name: [r for r in done if r.task.method.name == name] for name in c.methods}
+    done = study.carry_out(tasks, config.out, config.workers, config.threads)
+    return {name: [r for r in done if r.task.method.name == name] for name in config.methods}
 
 
 def untuned(config: Config) -> dict[str, Method]:
@@ -204,12 +187,11 @@ def report_tuning(config: Config, tuning: Mapping[str, Sequence[Finished]]) -> N
         marked = [f"**{x}**" if r.task.method == chosen else x for x, r in zip(cells, runs, strict=True)]
         rows.append([LOOKS[name].label, *marked])
     if rows:
-        c: Any = config
         run.show(
             config.out,
-            f"Tuning: validation accuracy in percent on {c.validation} images, at each learning rate, seed "
-            f"{TUNING_SEED}; the best is taken",
-            ["method", *(f"setting {i + 1}" for i in range(c.settings))],
+            f"Tuning: validation accuracy in percent on {config.validation} images, at each learning rate, "
+            f"seed {TUNING_SEED}; the best is taken",
+            ["method", *(f"setting {i + 1}" for i in range(config.settings))],
             rows,
         )
 
@@ -306,18 +288,17 @@ def losses_of(finished: Finished) -> Tensor:
 
 
 def draw(config: Config, results: Mapping[str, Sequence[Finished]]) -> None:
-    c: Any = config
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, runs in results.items():
         look, metrics = LOOKS[name], [r.metrics() for r in runs]
         losses = paired.gathered([m["loss"] for m in metrics])
-        epoch = losses.shape[1] // c.epochs
+        epoch = losses.shape[1] // config.epochs
         means = paired.smoothed(losses, epoch)
         epochs = (torch.arange(means.shape[1]) + epoch) / epoch
         width, shaded = (2.2, True) if name in ("momentum", "fop") else (1.2, False)
         band(left, epochs, means, look.label, look.colour, width, shaded)
-        if c.validation:
+        if config.validation:
             judged = 100 * paired.gathered([m["validation_accuracy"][epoch - 1 :: epoch] for m in metrics])
             band(right, range(1, judged.shape[1] + 1), judged, look.label, look.colour, width, shaded)
     left.set_ylabel("training loss, mean over an epoch (nats)")
@@ -326,10 +307,10 @@ def draw(config: Config, results: Mapping[str, Sequence[Finished]]) -> None:
     right.set_ylabel("validation accuracy (%)")
     right.set_title("Validation accuracy, mean over seeds")
     for axes in (left, right):
-        axes.axvline(c.decay, color="grey", linestyle=":", linewidth=1)
+        axes.axvline(config.decay, color="grey", linestyle=":", linewidth=1)
         axes.annotate(
             "lr ÷ 10",
-            (c.decay, 1),
+            (config.decay, 1),
             xycoords=("data", "axes fraction"),
             xytext=(3, -12),
             textcoords="offset points",

@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments import data, paired, presets, run, study
+from experiments import data, paired, run, study
 from experiments.classify import Classify, prepare
 from experiments.methods import LOOKS, Method, Name
 from experiments.plots import band
@@ -21,48 +21,6 @@ from experiments.runs import Finished
 
 FULL = 784  # the first layer's; of the others it is 100
 ANGLES_EVERY = 200  # steps, as in the paper's figure
-PRESETS: dict[Preset, dict[str, Any]] = {
-    "smoke": {
-        "source": "generated-digits",
-        "images": 256,
-        "validation": 128,
-        "test": 128,
-        "widths": (8, 8, 8),
-        "epochs": 1,
-        "lrs": (0.01,),
-        "ranks": (0, 2, FULL),
-        "judge_every": 2,
-        "seeds": 2,
-        "batch": 64,
-        "workers": 1,
-    },
-    "small": {
-        "source": "mnist",
-        "images": 50_000,
-        "validation": 10_000,
-        "test": 10_000,
-        "widths": (100, 100, 100),
-        "epochs": 4,
-        "lrs": (0.001, 0.03),
-        "ranks": (0, 1, 2, 4, 16, 64, FULL),
-        "judge_every": 100,
-        "seeds": 5,
-        "batch": 128,
-    },
-    "paper": {
-        "source": "mnist",
-        "images": 50_000,
-        "validation": 10_000,
-        "test": 10_000,
-        "widths": (100, 100, 100),
-        "epochs": 10,
-        "lrs": (0.001, 0.03),
-        "ranks": (0, 1, 2, 4, 16, 64, FULL),
-        "judge_every": 100,
-        "seeds": 5,
-        "batch": 128,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -72,26 +30,34 @@ class Config:
     Rank 0 is momentum (0.9) alone. Within a seed all runs have the same first weights and batches, and are
     compared with rank 0 pair by pair. The test images are looked at once, in the end of a run.
 
-    smoke: seconds, on generated images. small: 4 epochs, 5 seeds, two learning rates, both rules, about 25
+    smoke: seconds, on generated images. small: 5 epochs, 5 seeds, two learning rates, both rules, about 15
     minutes on two cores. paper: 10 epochs; the paper does not print its learning rate, its meta learning
     rate here, or how long it trains.
     """
 
     preset: Preset = "small"
     rules: tuple[Name, ...] = ("fop-paper", "fop")
-    ranks: tuple[int, ...] | None = None  # 0 must be among them; at most as large as a layer's inputs
-    lrs: tuple[float, ...] | None = None  # the first is low, the second one that suits momentum
-    epochs: int | None = None
-    seeds: int | None = None
-    images: int | None = None  # to train on, the first ones
-    validation: int | None = None  # images after them
-    source: data.Name | None = None
-    test: int | None = None
-    judge_every: int | None = None  # steps, for the validation images
-    widths: tuple[int, ...] | None = None  # units of each hidden layer
-    batch: int | None = None
+    ranks: tuple[int, ...] = (
+        0,
+        1,
+        2,
+        4,
+        16,
+        64,
+        FULL,
+    )  # 0 must be among them; at most as large as a layer's inputs
+    lrs: tuple[float, ...] = (0.001, 0.03)  # the first is low, the second one that suits momentum
+    epochs: int = 5
+    seeds: int = 5
+    images: int = 50_000  # to train on, the first ones
+    validation: int = 10_000  # images after them
+    source: data.Name = "mnist"
+    test: int = 10_000
+    judge_every: int = 100  # steps, for the validation images
+    widths: tuple[int, ...] = (100, 100, 100)  # units of each hidden layer
+    batch: int = 128
     data: Path | None = None  # folder that holds mnist/; if None, METAFOP_DATA, else it is fetched
-    workers: int | None = None  # runs side by side; if None, as many as there are cores
+    workers: int = os.cpu_count() or 1  # runs side by side
     seed: int = 0  # the first
     threads: int = 1  # of each run
     out: Path = Path("runs/mnist-rank")
@@ -101,16 +67,39 @@ class Config:
             raise ValueError("ranks must have 0 among them: the others are compared with it.")
 
 
+PRESETS: dict[Preset, Config] = {
+    "smoke": Config(
+        preset="smoke",
+        source="generated-digits",
+        images=256,
+        validation=128,
+        test=128,
+        widths=(8, 8, 8),
+        epochs=1,
+        lrs=(0.01,),
+        ranks=(0, 2, FULL),
+        judge_every=2,
+        seeds=2,
+        batch=64,
+        workers=1,
+    ),
+    "small": Config(),
+    "paper": Config(
+        preset="paper",
+        epochs=10,
+    ),
+}
+
+
 Key = tuple[float, str, int]  # learning rate, method, rank
 
 
 def main(config: Config) -> None:
-    config = presets.resolved(config, PRESETS)
     prepare(config.source, config.data)
     run.begin(config)
     tasks = {key: [task(config, key, seed) for seed in seeds(config)] for key in keys(config)}
     flat = [one for of_key in zip(*tasks.values(), strict=True) for one in of_key]
-    done = study.carry_out(flat, config.out, config.workers or os.cpu_count() or 1, config.threads)
+    done = study.carry_out(flat, config.out, config.workers, config.threads)
     found = dict(zip((id(one) for one in flat), done, strict=True))
     results = {key: [found[id(one)] for one in of_key] for key, of_key in tasks.items()}
     figures = report(config, results)
@@ -121,33 +110,30 @@ def main(config: Config) -> None:
 
 
 def seeds(config: Config) -> range:
-    c: Any = config
-    return range(c.seed, c.seed + c.seeds)
+    return range(config.seed, config.seed + config.seeds)
 
 
 def keys(config: Config) -> list[Key]:
-    c: Any = config
-    learned = [(name, rank) for name in c.rules for rank in c.ranks if rank]
-    return [(lr, name, rank) for lr in c.lrs for name, rank in [("momentum", 0), *learned]]
+    learned = [(name, rank) for name in config.rules for rank in config.ranks if rank]
+    return [(lr, name, rank) for lr in config.lrs for name, rank in [("momentum", 0), *learned]]
 
 
 def task(config: Config, key: Key, seed: int) -> Classify:
-    c: Any = config
     lr, name, rank = key
     method: Any = Method(name, lr, rank=rank or None)  # pyright: ignore[reportArgumentType]
     return Classify(
         method=method,
         seed=seed,
-        data=c.source,
-        images=c.images,
-        validation=c.validation,
-        test=c.test,
+        data=config.source,
+        images=config.images,
+        validation=config.validation,
+        test=config.test,
         model="mlp",
-        widths=tuple(c.widths),
-        epochs=c.epochs,
+        widths=tuple(config.widths),
+        epochs=config.epochs,
         decays=(),
-        batch=c.batch,
-        judge_every=c.judge_every,
+        batch=config.batch,
+        judge_every=config.judge_every,
         angles_every=ANGLES_EVERY,
     )
 
@@ -228,18 +214,17 @@ def report_angles(config: Config, results: Mapping[Key, Sequence[Finished]]) -> 
 
 
 def draw_ranks(config: Config, results: Mapping[Key, Sequence[Finished]]) -> None:
-    c: Any = config
-    figure = Figure(figsize=(6 * len(c.rules), 4.4 * len(c.lrs)), layout="constrained")
-    panels = figure.subplots(len(c.lrs), len(c.rules), squeeze=False)
-    ranks = [rank for rank in c.ranks if rank]
-    for row, lr in zip(panels, c.lrs, strict=True):
-        for axes, name in zip(row, c.rules, strict=True):
+    figure = Figure(figsize=(6 * len(config.rules), 4.4 * len(config.lrs)), layout="constrained")
+    panels = figure.subplots(len(config.lrs), len(config.rules), squeeze=False)
+    ranks = [rank for rank in config.ranks if rank]
+    for row, lr in zip(panels, config.lrs, strict=True):
+        for axes, name in zip(row, config.rules, strict=True):
             curve(axes, results[lr, "momentum", 0], "momentum (rank 0)", "black", 2.0)
             for i, rank in enumerate(ranks):
                 shade = 0.25 + 0.75 * i / max(len(ranks) - 1, 1)
                 label = f"rank {'full' if rank >= FULL else rank}"
                 curve(axes, results[lr, name, rank], label, (*to_rgb(LOOKS[name].colour), shade), 1.2)
-            axes.set_title(f"MNIST, {LOOKS[name].label}, lr {lr:g}: mean over {c.seeds} seeds")
+            axes.set_title(f"MNIST, {LOOKS[name].label}, lr {lr:g}: mean over {config.seeds} seeds")
             axes.set_xlabel("steps")
             axes.set_ylabel("error on validation images (%)")
             axes.set_yscale("log")
@@ -256,12 +241,11 @@ def curve(axes: Axes, runs: Sequence[Finished], label: str, colour: Any, width: 
 
 
 def draw_angles(config: Config, results: Mapping[Key, Sequence[Finished]]) -> None:
-    c: Any = config
-    figure = Figure(figsize=(6 * len(c.rules), 4.4 * len(c.lrs)), layout="constrained")
-    panels = figure.subplots(len(c.lrs), len(c.rules), squeeze=False)
-    for row, lr in zip(panels, c.lrs, strict=True):
-        for axes, name in zip(row, c.rules, strict=True):
-            for i, angles in enumerate(angles_of(results[lr, name, max(c.ranks)]).values()):
+    figure = Figure(figsize=(6 * len(config.rules), 4.4 * len(config.lrs)), layout="constrained")
+    panels = figure.subplots(len(config.lrs), len(config.rules), squeeze=False)
+    for row, lr in zip(panels, config.lrs, strict=True):
+        for axes, name in zip(row, config.rules, strict=True):
+            for i, angles in enumerate(angles_of(results[lr, name, max(config.ranks)]).values()):
                 steps = torch.arange(angles.shape[1]) * ANGLES_EVERY
                 band(axes, steps, angles, f"layer {i + 1}", f"C{i}")
             axes.axhline(45, color="grey", linestyle=":", label="45°")

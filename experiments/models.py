@@ -57,13 +57,17 @@ class BasicBlock(nn.Module):
         return (self.body(inputs) + self.shortcut(inputs)).relu()
 
 
-def resnet18(width: int = 64, channels: int = 3, classes: int = 10) -> nn.Sequential:
-    """Return ResNet-18 (He et al., 2016) as it is used for small images: its first layer 3×3, and no pooling.
+def resnet18(width: int = 64, channels: int = 3, classes: int = 10, large: bool = False) -> nn.Sequential:
+    """Return ResNet-18 (He et al., 2016): as it is used for small images, or as published, for `large` ones.
 
-    Four pairs of blocks, each pair after the first of twice the channels at half the size.
+    The first layer is 3×3, or for large images 7×7 with stride 2, and pooled over 3×3 with stride 2. After it
+    come four pairs of blocks, each pair after the first of twice the channels at half the size.
     """
-    first = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+    size, stride = (7, 2) if large else (3, 1)
+    first = nn.Conv2d(channels, width, size, stride, padding=size // 2, bias=False)
     layers: list[nn.Module] = [first, nn.BatchNorm2d(width), nn.ReLU()]
+    if large:
+        layers += [nn.MaxPool2d(3, 2, padding=1)]
     for inputs, outputs, stride in [(1, 1, 1), (1, 2, 2), (2, 4, 2), (4, 8, 2)]:  # in widths
         layers += [BasicBlock(inputs * width, outputs * width, stride)]
         layers += [BasicBlock(outputs * width, outputs * width, 1)]

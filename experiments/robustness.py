@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from experiments import data, presets, run, study
+from experiments import data, run, study
 from experiments.classify import Classify, prepare
 from experiments.methods import LOOKS, Method, Name
 from experiments.presets import Preset
@@ -20,48 +20,6 @@ from experiments.runs import Finished
 
 CHANCE = 0.15  # accuracy of ten classes below which a run has failed, if its loss is finite
 BASES: dict[str, Name] = {"fop": "momentum", "fop-paper-5e-4": "momentum", "adam-fop": "adam"}
-PRESETS: dict[Preset, dict[str, Any]] = {
-    "smoke": {
-        "source": "generated",
-        "images": 128,
-        "test": 128,
-        "pool": 1,
-        "widths": (2, 4),
-        "epochs": 1,
-        "lrs": (0.05, 1e6),
-        "momenta": (0.9,),
-        "adam_lrs": (1e-3,),
-        "seeds": 2,
-        "batch": 32,
-        "workers": 1,
-    },
-    "small": {
-        "source": "cifar10",
-        "images": 10_000,
-        "test": 10_000,
-        "pool": 2,
-        "widths": (16, 32),
-        "epochs": 6,
-        "lrs": (0.01, 0.03, 0.1, 0.3, 1.0),
-        "momenta": (0.5, 0.8, 0.9, 0.95, 0.99),
-        "adam_lrs": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
-        "seeds": 3,
-        "batch": 128,
-    },
-    "paper": {
-        "source": "cifar10",
-        "images": 50_000,
-        "test": 10_000,
-        "pool": 1,
-        "widths": (96, 192),
-        "epochs": 150,
-        "lrs": (0.01, 0.03, 0.1, 0.3, 1.0),
-        "momenta": (0.5, 0.8, 0.9, 0.95, 0.99),
-        "adam_lrs": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
-        "seeds": 3,
-        "batch": 128,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -78,23 +36,50 @@ class Config:
     """
 
     preset: Preset = "small"
-    lrs: tuple[float, ...] | None = None
-    momenta: tuple[float, ...] | None = None
-    adam_lrs: tuple[float, ...] | None = None
+    lrs: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
+    momenta: tuple[float, ...] = (0.5, 0.8, 0.9, 0.95, 0.99)
+    adam_lrs: tuple[float, ...] = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03)
     methods: tuple[Name, ...] = ("fop", "fop-paper-5e-4", "adam-fop")  # each beside its base
-    images: int | None = None  # to train on, the first ones
-    epochs: int | None = None
-    seeds: int | None = None
-    source: data.Name | None = None
-    test: int | None = None
-    pool: int | None = None  # side of the squares of pixels whose mean is taken
-    widths: tuple[int, int] | None = None  # channels of the first three layers, and of the layers after
-    batch: int | None = None
+    images: int = 10_000  # to train on, the first ones
+    epochs: int = 6
+    seeds: int = 3
+    source: data.Name = "cifar10"
+    test: int = 10_000
+    pool: int = 2  # side of the squares of pixels whose mean is taken
+    widths: tuple[int, int] = (16, 32)  # channels of the first three layers, and of the layers after
+    batch: int = 128
     data: Path | None = None  # folder that holds cifar10/; if None, METAFOP_DATA, else it is fetched
-    workers: int | None = None  # runs side by side; if None, as many as there are cores
+    workers: int = os.cpu_count() or 1  # runs side by side
     seed: int = 0  # the first
     threads: int = 1  # of each run
     out: Path = Path("runs/robustness")
+
+
+PRESETS: dict[Preset, Config] = {
+    "smoke": Config(
+        preset="smoke",
+        source="generated",
+        images=128,
+        test=128,
+        pool=1,
+        widths=(2, 4),
+        epochs=1,
+        lrs=(0.05, 1000000.0),
+        momenta=(0.9,),
+        adam_lrs=(0.001,),
+        seeds=2,
+        batch=32,
+        workers=1,
+    ),
+    "small": Config(),
+    "paper": Config(
+        preset="paper",
+        images=50_000,
+        pool=1,
+        widths=(96, 192),
+        epochs=150,
+    ),
+}
 
 
 class Cells(NamedTuple):
@@ -105,13 +90,12 @@ class Cells(NamedTuple):
 
 
 def main(config: Config) -> None:
-    config = presets.resolved(config, PRESETS)
     prepare(config.source, config.data)
     run.begin(config)
     names: list[Name] = list(dict.fromkeys(x for name in config.methods for x in (BASES[name], name)))
     tasks = {name: grid(config, name) for name in names}
     flat = [task for name in names for task in tasks[name]]
-    done = study.carry_out(flat, config.out, config.workers or os.cpu_count() or 1, config.threads)
+    done = study.carry_out(flat, config.out, config.workers, config.threads)
     finished = {id(task): one for task, one in zip(flat, done, strict=True)}
     cells: dict[str, Cells] = {
         name: gathered(config, name, [finished[id(task)] for task in tasks[name]]) for name in names
@@ -125,31 +109,29 @@ def main(config: Config) -> None:
 
 def axes_of(config: Config, name: str) -> tuple[Sequence[float], Sequence[float]]:
     """Return the momenta and learning rates that a method is tried at; Adam's momentum is its own."""
-    c: Any = config
-    return ((0.9,), c.adam_lrs) if name.startswith("adam") else (c.momenta, c.lrs)
+    return ((0.9,), config.adam_lrs) if name.startswith("adam") else (config.momenta, config.lrs)
 
 
 def grid(config: Config, name: Name) -> list[Classify]:
-    c: Any = config
     momenta, lrs = axes_of(config, name)
     return [
         Classify(
             method=Method(name, lr, momentum),
             seed=seed,
-            data=c.source,
-            images=c.images,
+            data=config.source,
+            images=config.images,
             validation=0,
-            test=c.test,
+            test=config.test,
             model="all-conv",
-            widths=tuple(c.widths),
-            epochs=c.epochs,
-            decays=(c.epochs * 80 / 150,),
-            batch=c.batch,
-            pool=c.pool,
+            widths=tuple(config.widths),
+            epochs=config.epochs,
+            decays=(config.epochs * 80 / 150,),
+            batch=config.batch,
+            pool=config.pool,
         )
         for momentum in momenta
         for lr in lrs
-        for seed in range(c.seed, c.seed + c.seeds)
+        for seed in range(config.seed, config.seed + config.seeds)
     ]
 
 
@@ -244,10 +226,9 @@ def heat_map(config: Config, axes: Axes, name: str, cells: dict[str, Cells]) -> 
 
 
 def sweep(config: Config, axes: Axes, name: str, cells: Cells) -> None:
-    c: Any = config
     means, one = cells.accuracy[0].mean(-1).numpy(), cells.accuracy[0].std(-1).numpy()
     axes.errorbar(
-        c.adam_lrs, means, one, label=LOOKS[name].label, color=LOOKS[name].colour, capsize=3, marker="o"
+        config.adam_lrs, means, one, label=LOOKS[name].label, color=LOOKS[name].colour, capsize=3, marker="o"
     )
     axes.set_xscale("log")
     axes.set_xlabel("learning rate of Adam")

@@ -13,44 +13,13 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments import data, presets, run, study
+from experiments import data, run, study
 from experiments.classify import Classify, prepare
 from experiments.methods import LOOKS, Method, Name
 from experiments.plots import band
 from experiments.presets import Preset
 from experiments.runs import Finished
 from metafop import diagnostics
-
-PRESETS: dict[Preset, dict[str, Any]] = {
-    "smoke": {
-        "source": "generated",
-        "images": 256,
-        "widths": (2, 4),
-        "epochs": 2,
-        "decay": 1.0,
-        "seeds": 2,
-        "batch": 32,
-        "workers": 1,
-    },
-    "small": {
-        "source": "cifar10",
-        "images": 10_000,
-        "widths": (16, 32),
-        "epochs": 15,
-        "decay": 8.0,
-        "seeds": 3,
-        "batch": 128,
-    },
-    "paper": {
-        "source": "cifar10",
-        "images": 50_000,
-        "widths": (96, 192),
-        "epochs": 150,
-        "decay": 80.0,
-        "seeds": 3,
-        "batch": 128,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -69,15 +38,15 @@ class Config:
     rules: tuple[Name, ...] = ("fop-paper", "fop")
     layer: int = 4  # whose P is shown as images, from 1 to 7
     lr: float = 0.05
-    images: int | None = None  # to train on, the first ones
-    epochs: int | None = None
-    decay: float | None = None  # epochs after which the learning rate is divided by ten
-    seeds: int | None = None
-    source: data.Name | None = None
-    widths: tuple[int, int] | None = None  # channels of the first three layers, and of the layers after
-    batch: int | None = None
+    images: int = 10_000  # to train on, the first ones
+    epochs: int = 15
+    decay: float = 8.0  # epochs after which the learning rate is divided by ten
+    seeds: int = 3
+    source: data.Name = "cifar10"
+    widths: tuple[int, int] = (16, 32)  # channels of the first three layers, and of the layers after
+    batch: int = 128
     data: Path | None = None  # folder that holds cifar10/; if None, METAFOP_DATA, else it is fetched
-    workers: int | None = None  # runs side by side; if None, as many as there are cores
+    workers: int = os.cpu_count() or 1  # runs side by side
     seed: int = 0  # the first
     threads: int = 1  # of each run
     out: Path = Path("runs/structure")
@@ -87,15 +56,37 @@ class Config:
             raise ValueError(f"layer must be one of the seven with 3×3 kernels, got {self.layer}.")
 
 
+PRESETS: dict[Preset, Config] = {
+    "smoke": Config(
+        preset="smoke",
+        source="generated",
+        images=256,
+        widths=(2, 4),
+        epochs=2,
+        decay=1.0,
+        seeds=2,
+        batch=32,
+        workers=1,
+    ),
+    "small": Config(),
+    "paper": Config(
+        preset="paper",
+        images=50_000,
+        widths=(96, 192),
+        epochs=150,
+        decay=80.0,
+    ),
+}
+
+
 Matrices = Mapping[str, Tensor]  # by rule: (seeds, epochs, layers, 9, 9), with the identity first
 
 
 def main(config: Config) -> None:
-    config = presets.resolved(config, PRESETS)
     prepare(config.source, config.data)
     run.begin(config)
     tasks = [task(config, name, seed) for seed in seeds(config) for name in config.rules]
-    done = study.carry_out(tasks, config.out, config.workers or os.cpu_count() or 1, config.threads)
+    done = study.carry_out(tasks, config.out, config.workers, config.threads)
     learned = {name: gathered([r for r in done if r.task.method.name == name]) for name in config.rules}
     figures = report(config, learned)
     draw(config, learned)
@@ -103,24 +94,22 @@ def main(config: Config) -> None:
 
 
 def seeds(config: Config) -> range:
-    c: Any = config
-    return range(c.seed, c.seed + c.seeds)
+    return range(config.seed, config.seed + config.seeds)
 
 
 def task(config: Config, name: Name, seed: int) -> Classify:
-    c: Any = config
     return Classify(
-        method=Method(name, c.lr),
+        method=Method(name, config.lr),
         seed=seed,
-        data=c.source,
-        images=c.images,
+        data=config.source,
+        images=config.images,
         validation=0,
         test=0,
         model="all-conv",
-        widths=tuple(c.widths),
-        epochs=c.epochs,
-        decays=(c.decay,),
-        batch=c.batch,
+        widths=tuple(config.widths),
+        epochs=config.epochs,
+        decays=(config.decay,),
+        batch=config.batch,
         keep_matrices=True,
     )
 

@@ -28,7 +28,7 @@ def test_the_settings_of_an_experiment_are_its_flags(name, capsys):
     with pytest.raises(SystemExit) as exit:
         main([name, "--help"])
     assert exit.value.code == 0
-    assert "--out" in capsys.readouterr().out
+    assert ("--data" if name == "fetch" else "--out") in capsys.readouterr().out
 
 
 def test_toy_reproduces_figure_1_and_writes_it_down(tmp_path):

@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 import torch
+from filelock import FileLock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments import loop, runs, study
@@ -189,6 +190,22 @@ def test_a_worker_that_is_killed_takes_only_its_run_with_it(tmp_path):
         study.carry_out(tasks, tmp_path, workers=2)
     assert "killed" in (runs.folder_of(killed, tmp_path) / "error.txt").read_text()
     assert all(runs.finished(task, tmp_path) for task in tasks[1:])
+
+
+def test_the_workers_of_a_study_that_is_killed_end_with_it_and_it_goes_on(tmp_path):
+    process = multiprocessing.get_context("spawn").Process(
+        target=study.carry_out, args=([replace(TASK, epochs=1000), replace(TASK, seed=4)], tmp_path, 2)
+    )
+    process.start()
+    second = replace(TASK, seed=4)
+    while runs.finished(second, tmp_path) is None:
+        process.join(0.1)
+    process.kill()
+    process.join()
+    first = replace(TASK, epochs=1000)
+    with FileLock(runs.folder_of(first, tmp_path) / "lock", timeout=30):  # held as long as the worker lives
+        assert runs.finished(first, tmp_path) is None
+    assert study.carry_out([second], tmp_path, 2)[0].task == second
 
 
 def test_two_processes_never_write_one_run(tmp_path):

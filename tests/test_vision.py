@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from scipy import stats
 
 from experiments import cifar10, mnist_rank, paired, robustness, structure
 from experiments.__main__ import main
-from experiments.presets import resolved
 
 
 def smoke(name, out, *flags):
@@ -62,13 +62,13 @@ def test_structure_shows_what_each_position_of_a_kernel_weighs(tmp_path):
 
 @pytest.mark.parametrize("experiment", [cifar10, structure])
 def test_the_paper_preset_is_the_papers(experiment):
-    config = resolved(experiment.Config(preset="paper"), experiment.PRESETS)
+    config = experiment.PRESETS["paper"]
     assert (config.epochs, config.decay, config.batch, config.images) == (150, 80, 128, 50_000)
     assert tuple(config.widths) == (96, 192)
 
 
 def test_the_paper_preset_of_cifar10_trains_every_variant_at_the_papers_rate():
-    config = resolved(cifar10.Config(preset="paper"), cifar10.PRESETS)
+    config = cifar10.PRESETS["paper"]
     assert config.settings == 0
     chosen = cifar10.untuned(config)
     assert {chosen[name].lr for name in cifar10.PAPER} == {0.05}
@@ -78,19 +78,25 @@ def test_the_paper_preset_of_cifar10_trains_every_variant_at_the_papers_rate():
 
 
 def test_the_paper_preset_of_robustness_has_three_runs_of_150_epochs():
-    config = resolved(robustness.Config(preset="paper"), robustness.PRESETS)
+    config = robustness.PRESETS["paper"]
     tasks = robustness.grid(config, "fop-paper-5e-4")
     assert len(tasks) == 3 * 25
     assert {(task.epochs, task.decays) for task in tasks} == {(150, (80,))}
 
 
 def test_the_ranks_of_the_paper_are_those_of_small():
-    assert mnist_rank.PRESETS["small"]["ranks"] == (0, 1, 2, 4, 16, 64, 784)
+    assert mnist_rank.PRESETS["small"].ranks == (0, 1, 2, 4, 16, 64, 784)
 
 
-def test_a_flag_overrules_its_preset():
-    config = resolved(cifar10.Config(preset="small", epochs=3), cifar10.PRESETS)
-    assert (config.epochs, config.images) == (3, 10_000)
+@pytest.mark.parametrize("flags", [["--preset", "paper"], ["--preset=paper"]], ids=str)
+def test_a_flag_overrules_its_preset_and_help_shows_it(flags, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(cifar10, "main", asked.append)
+    main(["cifar10", "--epochs", "3", *flags])
+    assert asked == [replace(cifar10.PRESETS["paper"], epochs=3)]
+    with pytest.raises(SystemExit):
+        main(["cifar10", *flags, "--help"])
+    assert "(default: 50000)" in capsys.readouterr().out
 
 
 def test_an_altered_data_folder_is_refused_before_anything_runs(tmp_path):
