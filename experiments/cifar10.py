@@ -6,14 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from matplotlib.figure import Figure
-from torch import Tensor
-
-from experiments import data, paired, run, study
+from experiments import data, plots, run, study, tables
 from experiments.classify import Classify, prepare
 from experiments.methods import LOOKS, Method, Name
-from experiments.plots import band
 from experiments.presets import Preset
 from experiments.runs import Finished
 from experiments.timing import Timing
@@ -124,8 +119,10 @@ def main(config: Config) -> None:
     methods = tuple(sorted(chosen.values(), key=lambda method: method.name != "momentum"))
     [times] = study.carry_out([Timing(tasks[0], methods, ROUNDS)], config.out, workers=1)
     report_tuning(config, tuning)
-    figures = report(config, results, times.result) | report_pairs(config, results)
-    draw(config, results)
+    figures = tables.paper_table(config.out, results, times.result, PAPER, "test")
+    figures |= tables.pairs_table(config.out, results, "test")
+    epoch, decays = config.images // config.batch, (config.decay,)
+    plots.training(config.out / "cifar10.png", results, epoch, config.epochs, decays, "CIFAR-10")
     run.finish(config.out, figures)
 
 
@@ -194,129 +191,3 @@ def report_tuning(config: Config, tuning: Mapping[str, Sequence[Finished]]) -> N
             ["method", *(f"setting {i + 1}" for i in range(config.settings))],
             rows,
         )
-
-
-def report(
-    config: Config, results: Mapping[str, Sequence[Finished]], times: Mapping[str, float]
-) -> dict[str, run.Figure]:
-    """Show the paper's table beside ours."""
-    figures: dict[str, run.Figure] = {}
-    rows = []
-    for name, runs in results.items():
-        accuracy = 100 * torch.tensor([r.result["test_accuracy"] for r in runs], dtype=torch.float64)
-        spread = accuracy.std().item() if len(runs) > 1 else 0.0
-        parameters, percent = times[f"{name}_parameters"], times[f"{name}_percent"]
-        figures |= {
-            f"{name}_lr": runs[0].task.method.lr,
-            f"{name}_accuracy": round(accuracy.mean().item(), 3),
-            f"{name}_accuracy_deviation": round(spread, 3),
-            f"{name}_additional_parameters": parameters,
-            f"{name}_additional_time_percent": round(percent, 2),
-        }
-        printed = PAPER.get(name, ("–", "–", "–"))
-        ours = [f"{accuracy.mean():.1f} ± {spread:.1f}", f"{parameters:,}", f"{percent:.1f}"]
-        pairs = [cell for both in zip(ours, printed, strict=True) for cell in both]
-        rows.append([LOOKS[name].label, f"{runs[0].task.method.lr:g}", str(len(runs)), *pairs])
-    run.show(
-        config.out,
-        "The paper's table, ours beside it: test accuracy in percent ± standard deviation over seeds, "
-        "numbers that are learned besides the weights, additional time of a step",
-        ["method", "lr", "seeds", "accuracy", "paper", "parameters", "paper", "time %", "paper"],
-        rows,
-    )
-    return figures
-
-
-def report_pairs(config: Config, results: Mapping[str, Sequence[Finished]]) -> dict[str, run.Figure]:
-    """Show every method's differences from momentum, seed by seed."""
-    figures: dict[str, run.Figure] = {}
-    rows = []
-    for name in (name for name in results if name != "momentum"):
-        for view, (values, better) in views(config, results[name], results["momentum"]).items():
-            ratio = view == "steps_ratio"
-            found = paired.geometric(values) if ratio else paired.interval(values)
-            ahead = int((better * (values.log() if ratio else values) > 0).sum())
-            ends = [None if x is None else round(x, 5) for x in found]
-            figures |= zip((f"{name}_{view}{end}" for end in ("", "_low", "_high")), ends, strict=True)
-            figures[f"{name}_{view}_ahead"] = f"{ahead} of {len(values)}"
-            form = "{:.3f}" if ratio else "{:+.3f}"
-            cells = ["–" if x is None else form.format(x) for x in found]
-            p = paired.p_value(values.log() if ratio else values)
-            said = "–" if p is None else f"{p:.1g}"
-            rows.append(
-                [LOOKS[name].label, view.replace("_", " "), *cells, said, f"{ahead} of {len(values)}"]
-            )
-            if ratio:
-                figures[f"{name}_never_there"] = int(values.isnan().sum())
-    run.show(
-        config.out,
-        "Against momentum, pair by pair, with 95 % t-intervals and p-values over seeds. Steps ratio: steps "
-        "until the mean training loss of an epoch is at that of momentum's last epoch, over all steps; – if "
-        "a run never is. Losses in nats, accuracy in points",
-        ["method", "what", "mean", "low", "high", "p", "ahead"],
-        rows,
-    )
-    return figures
-
-
-def views(
-    config: Config, runs: Sequence[Finished], base: Sequence[Finished]
-) -> dict[str, tuple[Tensor, int]]:
-    """Return how each seed compares with momentum's, and the sign of what is better."""
-    of = {r.task.seed: r for r in base}
-    found: dict[str, list[float]] = {
-        "steps_ratio": [],
-        "final_loss_difference": [],
-        "accuracy_difference": [],
-    }
-    for mine in runs:
-        other = of[mine.task.seed]
-        losses, target = losses_of(mine), losses_of(other)
-        epoch = len(target) // mine.task.epochs
-        final = target[-epoch:].mean().item()
-        found["steps_ratio"].append(paired.steps_to(losses, final, epoch) / len(target))
-        found["final_loss_difference"].append(losses[-epoch:].mean().item() - final)
-        found["accuracy_difference"].append(
-            100 * (mine.result["test_accuracy"] - other.result["test_accuracy"])
-        )
-    signs = {"steps_ratio": -1, "final_loss_difference": -1, "accuracy_difference": 1}
-    return {view: (torch.tensor(x, dtype=torch.float64), signs[view]) for view, x in found.items()}
-
-
-def losses_of(finished: Finished) -> Tensor:
-    return finished.metrics()["loss"]
-
-
-def draw(config: Config, results: Mapping[str, Sequence[Finished]]) -> None:
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for name, runs in results.items():
-        look, metrics = LOOKS[name], [r.metrics() for r in runs]
-        losses = paired.gathered([m["loss"] for m in metrics])
-        epoch = losses.shape[1] // config.epochs
-        means = paired.smoothed(losses, epoch)
-        epochs = (torch.arange(means.shape[1]) + epoch) / epoch
-        width, shaded = (2.2, True) if name in ("momentum", "fop") else (1.2, False)
-        band(left, epochs, means, look.label, look.colour, width, shaded)
-        if config.validation:
-            judged = 100 * paired.gathered([m["validation_accuracy"][epoch - 1 :: epoch] for m in metrics])
-            band(right, range(1, judged.shape[1] + 1), judged, look.label, look.colour, width, shaded)
-    left.set_ylabel("training loss, mean over an epoch (nats)")
-    left.set_yscale("log")
-    left.set_title("CIFAR-10: training loss, mean over seeds (range shaded)")
-    right.set_ylabel("validation accuracy (%)")
-    right.set_title("Validation accuracy, mean over seeds")
-    for axes in (left, right):
-        axes.axvline(config.decay, color="grey", linestyle=":", linewidth=1)
-        axes.annotate(
-            "lr ÷ 10",
-            (config.decay, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, -12),
-            textcoords="offset points",
-            color="grey",
-            fontsize=8,
-        )
-        axes.set_xlabel("epochs")
-    left.legend(fontsize="small")
-    figure.savefig(config.out / "cifar10.png", dpi=150)
