@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -20,6 +20,8 @@ from experiments.plots import band
 from experiments.presets import Preset
 from experiments.runs import Finished
 from metafop import diagnostics
+
+BINS = 60  # of the histograms
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,8 @@ def report(config: Config, learned: Matrices) -> dict[str, run.Figure]:
 
 def draw(config: Config, learned: Matrices) -> None:
     draw_images(config, learned)
-    draw_values(config, learned)
+    draw_histograms(config, learned)
+    draw_eigenvalues(config, learned)
     draw_weights(config, learned)
 
 
@@ -180,35 +183,42 @@ def draw_images(config: Config, learned: Matrices) -> None:
     figure.savefig(config.out / "matrices.png", dpi=150)
 
 
-def draw_values(config: Config, learned: Matrices) -> None:
-    """The values of P over training, diagonal and others apart, by layer; and the eigenvalues in the end."""
-    figure = Figure(figsize=(13, 3.8 * len(learned)), layout="constrained")
-    panels = figure.subplots(len(learned), 3, squeeze=False)
-    diagonal = torch.eye(9, dtype=torch.bool)
+def draw_histograms(config: Config, learned: Matrices) -> None:
+    """The values of P over training, by layer: a column of each panel is the histogram after an epoch."""
+    layers = next(iter(learned.values())).shape[2]
+    figure = Figure(figsize=(2.1 * layers + 1, 2.9 * len(learned)), layout="constrained")
+    panels = figure.subplots(len(learned), layers, squeeze=False, sharex=True, sharey="row")
     for row, (name, matrices) in zip(panels, learned.items(), strict=True):
-        layers = matrices.shape[2]
-        for i in range(layers):
-            colour = _shade(i, layers)
-            for axes, where in ((row[0], diagonal), (row[1], ~diagonal)):
-                values = matrices[:, :, i][..., where].transpose(0, 1).flatten(1)  # (epochs, values)
-                low, middle, high = values.quantile(torch.tensor([0.1, 0.5, 0.9]).double(), dim=1)
-                axes.plot(range(len(values)), middle, color=colour, label=f"layer {i + 1}")
-                axes.fill_between(range(len(values)), low, high, color=colour, alpha=0.12, linewidth=0)
-            spectrum = torch.linalg.eigvalsh(matrices[:, -1, i]).flip(-1).mean(0)
-            row[2].plot(
-                range(1, 10), spectrum, marker="o", markersize=3, color=colour, label=f"layer {i + 1}"
-            )
-        row[0].set_title(f"{LOOKS[name].label}: on the diagonal")
-        row[1].set_title("off the diagonal")
-        row[2].set_title("eigenvalues in the end, mean over seeds")
-        for axes in row[:2]:
+        low, high = matrices.min().item(), matrices.max().item()
+        edges = torch.linspace(low - 1e-3, high + 1e-3, BINS + 1, dtype=torch.float64)
+        shares = LogNorm(1 / matrices[:, 0, 0].numel(), 1)
+        for i, axes in enumerate(row):
+            counts = [torch.histogram(at.flatten(), edges).hist for at in matrices[:, :, i].transpose(0, 1)]
+            density = torch.stack(counts, 1) / matrices[:, 0, 0].numel()  # (bins, epochs)
+            epochs = torch.arange(density.shape[1] + 1) - 0.5
+            axes.pcolormesh(epochs.numpy(), edges.numpy(), density.numpy(), norm=shares, cmap="viridis")
+            axes.set_title(f"layer {i + 1}", fontsize=9)
             axes.set_xlabel("epochs")
-            axes.set_ylabel("value of P: median, 10 % to 90 %")
-        row[2].set_xlabel("rank of the eigenvalue")
-        row[2].set_ylabel("eigenvalue of P")
-        row[2].axhline(1, color="grey", linestyle=":", linewidth=1)
-        row[0].legend(fontsize="x-small", ncols=2)
-    figure.savefig(config.out / "values.png", dpi=150)
+        row[0].set_ylabel(f"{LOOKS[name].label}\nvalue in P")
+        figure.colorbar(ScalarMappable(shares, "viridis"), ax=list(row), label="share of the values")
+    figure.savefig(config.out / "histograms.png", dpi=150)
+
+
+def draw_eigenvalues(config: Config, learned: Matrices) -> None:
+    """The eigenvalues of P in the end, sorted, by layer."""
+    figure = Figure(figsize=(5.2 * len(learned), 4), layout="constrained")
+    for axes, (name, matrices) in zip(
+        figure.subplots(1, len(learned), squeeze=False)[0], learned.items(), strict=True
+    ):
+        for i in range(matrices.shape[2]):
+            spectrum = torch.linalg.eigvalsh(matrices[:, -1, i]).flip(-1)
+            band(axes, range(1, 10), spectrum, f"layer {i + 1}", _shade(i, matrices.shape[2]))
+        axes.axhline(1, color="grey", linestyle=":", linewidth=1)
+        axes.set_title(f"{LOOKS[name].label}: mean and range over seeds")
+        axes.set_xlabel("rank of the eigenvalue")
+        axes.set_ylabel("eigenvalue of P in the end")
+        axes.legend(fontsize="small", ncols=2)
+    figure.savefig(config.out / "eigenvalues.png", dpi=150)
 
 
 def draw_weights(config: Config, learned: Matrices) -> None:

@@ -57,7 +57,8 @@ def test_structure_shows_what_each_position_of_a_kernel_weighs(tmp_path):
         assert summary[f"fop_layer{layer}_self"] == pytest.approx(1, abs=0.2)
         assert summary[f"fop-paper_layer{layer}_eigenvalue_min"] > 0
     assert "| FOP | 7 | " in tables
-    assert all((tmp_path / f"{x}.png").stat().st_size > 10_000 for x in ("matrices", "values", "weights"))
+    pictures = ("matrices", "histograms", "eigenvalues", "weights")
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in pictures)
 
 
 @pytest.mark.parametrize("experiment", [cifar10, structure])
