@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ class Classify:
         return "-".join([*parts, f"seed{self.seed}"])
 
     def start(self) -> Loop:
+        torch.backends.cudnn.deterministic = True  # or a run that goes on would end with other bits
         parts = split(self.data, self.images, self.validation, self.test, self.pool)
         model = self.network(parts.training.images.shape[1:]).to(parts.training.images.device)
         return Loop(
@@ -74,7 +75,7 @@ class Classify:
             return net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
-def prepare(name: Any, folder: Path | None) -> None:
+def prepare(name: data.Name, folder: Path | None) -> None:
     """Name the folder of all data to this process and its workers; what is wrong with it is said now."""
     if folder is not None:
         os.environ[files.FOLDER] = str(folder)

@@ -1,12 +1,9 @@
 """The paper's results on ImageNet: ResNet-18 on images in folders, read by several processes."""
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
-
-import torch
 
 from experiments import data, image_files, plots, run, study, tables
 from experiments.data import folder
@@ -61,7 +58,7 @@ class Config:
     rounds: int = 6  # of ten steps of each method, to measure their time
     half: bool = True  # mixed precision: bfloat16, or float16 on an accelerator without it
     loaders: int = 1  # processes that read images, for each run
-    workers: int = 1 if torch.cuda.is_available() else os.cpu_count() or 1  # runs side by side
+    workers: int = study.WORKERS  # runs side by side
     seed: int = 0  # the first
     threads: int = 1  # of each run
     out: Path = Path("runs/imagenet")
@@ -81,6 +78,7 @@ class Config:
 PRESETS: dict[Preset, Config] = {
     "smoke": Config(
         preset="smoke",
+        out=Path("runs/imagenet-smoke"),
         methods=("momentum", "fop"),
         epochs=2,
         seeds=2,
@@ -94,6 +92,7 @@ PRESETS: dict[Preset, Config] = {
     "small": Config(),
     "paper": Config(
         preset="paper",
+        out=Path("runs/imagenet-paper"),
         methods=get_args(Compared),
         epochs=60,
         size=224,
@@ -119,12 +118,16 @@ def main(config: Config) -> None:
     methods = tuple(
         Method(name, config.lr) for name in sorted(config.methods, key=lambda name: name != "momentum")
     )
-    [times] = study.carry_out([Timing(tasks[0], methods, config.rounds)], config.out, workers=1)
-    figures = tables.paper_table(config.out, results, times.result, PAPER, "validation")
-    figures |= tables.pairs_table(config.out, results, "validation")
-    what = f"ResNet-18, {found.images:,} images of {found.classes:,} classes"
+    timing = Timing(tasks[0], methods, config.rounds)
+    [times] = study.carry_out([timing], config.out, workers=1, threads=config.threads)
+    whose = "" if config.data else f" ({WRITTEN[config.preset][0]}'s, enlarged)"
+    ours = f"{found.images:,} images{whose} of {found.classes:,} classes and {config.size} pixels, "
+    ours += f"{config.width} channels at first, {config.epochs} epochs"
     epoch = found.images // config.batch
-    plots.training(config.out / "imagenet.png", results, epoch, config.epochs, decays(config), what)
+    figures = tables.paper_table(config.out, results, times.result, PAPER, "validation", ours)
+    figures |= tables.pairs_table(config.out, results, "validation", epoch)
+    picture, what = config.out / "imagenet.png", f"ResNet-18, {ours}"
+    plots.training(picture, results, epoch, config.epochs, decays(config), what)
     run.finish(config.out, figures)
 
 

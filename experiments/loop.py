@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import MultiStepLR
 
-from experiments.runs import Row
+from experiments.runs import Row, save
 from metafop import diagnostics
 from metafop.optim import FOP
 from metafop.tensorboard import Logger
@@ -46,6 +46,10 @@ class Order:
     def __init__(self, examples: int, batch: int, seed: int) -> None:
         self._examples, self._batch = examples, batch
         self._generator = Generator().manual_seed(seed)
+        if examples < batch:
+            raise ValueError(
+                f"A batch of {batch} needs as many examples, got {examples}. Pass a smaller batch."
+            )
         self._begun, self.epoch, self.place = self._generator.get_state(), -1, 0
         self._batches: Tensor = torch.empty(0, batch, dtype=torch.long)
 
@@ -215,26 +219,30 @@ class Loop:
         self._model.train()
         return {f"{name}_loss": loss / count, f"{name}_accuracy": right / count}
 
-    def _precision(self) -> Any:
+    def _precision(self) -> AbstractContextManager[Any]:
         device = next(self._model.parameters()).device.type
         return nullcontext() if self._half is None else torch.autocast(device, self._half)
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def _parts(self) -> dict[str, Any]:
+        """All that has a state of its own."""
         parts = {"model": self._model, "optimizer": self._optimizer, "scheduler": self._scheduler}
-        parts |= {"feed": self._feed, "scaler": self._scaler}
-        state = {name: part.state_dict() for name, part in parts.items()}
+        return parts | {"feed": self._feed, "scaler": self._scaler}
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {name: part.state_dict() for name, part in self._parts.items()}
         return state | {"step": self._step, "diverged": self._diverged, "matrices": self._matrices}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._step, self._diverged, self._matrices = state["step"], state["diverged"], state["matrices"]
-        for name in ("model", "optimizer", "scheduler", "feed", "scaler"):
-            getattr(self, f"_{name}").load_state_dict(state[name])
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
 
     def finish(self, folder: Path) -> dict[str, Any]:
         """Return the figures; the test images are looked at here, and only here."""
-        torch.save(self._model.state_dict(), folder / "model.pt")
+        save(folder / "model.pt", self._model.state_dict())
         if self._matrices is not None:
-            torch.save(self._matrices, folder / "matrices.pt")
+            save(folder / "matrices.pt", self._matrices)
         figures = self._figures("validation", self._validation) | self._figures("test", self._test)
         known = {name: value if abs(value) < math.inf else None for name, value in figures.items()}
         return {"diverged": self._diverged} | known

@@ -1,10 +1,9 @@
 """How much the rank of P matters, and how far P turns a gradient: the paper's appendix, on MNIST."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from matplotlib.axes import Axes
@@ -12,13 +11,14 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments import data, paired, run, study
+from experiments import data, paired, run, study, tables
 from experiments.classify import Classify, prepare
 from experiments.methods import LOOKS, Method, Name
 from experiments.plots import band
 from experiments.presets import Preset
 from experiments.runs import Finished
 
+Rule = Literal["fop-paper", "fop"]
 FULL = 784  # the first layer's; of the others it is 100
 ANGLES_EVERY = 200  # steps, as in the paper's figure
 
@@ -36,7 +36,7 @@ class Config:
     """
 
     preset: Preset = "small"
-    rules: tuple[Name, ...] = ("fop-paper", "fop")
+    rules: tuple[Rule, ...] = ("fop-paper", "fop")
     ranks: tuple[int, ...] = (
         0,
         1,
@@ -57,19 +57,20 @@ class Config:
     widths: tuple[int, ...] = (100, 100, 100)  # units of each hidden layer
     batch: int = 128
     data: Path | None = None  # folder that holds mnist/; if None, METAFOP_DATA, else it is fetched
-    workers: int = os.cpu_count() or 1  # runs side by side
+    workers: int = study.WORKERS  # runs side by side
     seed: int = 0  # the first
     threads: int = 1  # of each run
     out: Path = Path("runs/mnist-rank")
 
     def __post_init__(self) -> None:
-        if self.ranks is not None and 0 not in self.ranks:
-            raise ValueError("ranks must have 0 among them: the others are compared with it.")
+        if 0 not in self.ranks or max(self.ranks) == 0:
+            raise ValueError("ranks must have 0 among them, with which the others are compared, and others.")
 
 
 PRESETS: dict[Preset, Config] = {
     "smoke": Config(
         preset="smoke",
+        out=Path("runs/mnist-rank-smoke"),
         source="generated-digits",
         images=256,
         validation=128,
@@ -86,12 +87,13 @@ PRESETS: dict[Preset, Config] = {
     "small": Config(),
     "paper": Config(
         preset="paper",
+        out=Path("runs/mnist-rank-paper"),
         epochs=10,
     ),
 }
 
 
-Key = tuple[float, str, int]  # learning rate, method, rank
+Key = tuple[float, Name, int]  # learning rate, method, rank
 
 
 def main(config: Config) -> None:
@@ -114,15 +116,14 @@ def seeds(config: Config) -> range:
 
 
 def keys(config: Config) -> list[Key]:
-    learned = [(name, rank) for name in config.rules for rank in config.ranks if rank]
+    learned: list[tuple[Name, int]] = [(name, rank) for name in config.rules for rank in config.ranks if rank]
     return [(lr, name, rank) for lr in config.lrs for name, rank in [("momentum", 0), *learned]]
 
 
 def task(config: Config, key: Key, seed: int) -> Classify:
     lr, name, rank = key
-    method: Any = Method(name, lr, rank=rank or None)  # pyright: ignore[reportArgumentType]
     return Classify(
-        method=method,
+        method=Method(name, lr, rank=rank or None),
         seed=seed,
         data=config.source,
         images=config.images,
@@ -138,10 +139,6 @@ def task(config: Config, key: Key, seed: int) -> Classify:
     )
 
 
-def accuracies(runs: Sequence[Finished]) -> Tensor:
-    return 100 * torch.tensor([r.result["test_accuracy"] for r in runs], dtype=torch.float64)
-
-
 def report(config: Config, results: Mapping[Key, Sequence[Finished]]) -> dict[str, run.Figure]:
     """Show the final accuracy of each rank, and its differences from momentum of the same seed."""
     figures: dict[str, run.Figure] = {}
@@ -150,16 +147,16 @@ def report(config: Config, results: Mapping[Key, Sequence[Finished]]) -> dict[st
         for (own, name, rank), runs in results.items():
             if own != lr:
                 continue
-            accuracy = accuracies(runs)
+            accuracy = tables.spread(tables.accuracies(runs, "test"))
             key = f"lr{lr:g}_{name}_rank{rank}"
-            figures[f"{key}_accuracy"] = round(accuracy.mean().item(), 3)
-            spread = f"{accuracy.mean():.2f} ± {accuracy.std():.2f}"
+            figures |= {f"{key}_accuracy": accuracy.mean, f"{key}_diverged": accuracy.diverged}
             if rank == 0:
-                rows.append([LOOKS[name].label, "0", spread, *["–"] * 5])
+                rows.append([LOOKS[name].label, "0", accuracy.shown(2), *["–"] * 5])
                 continue
-            gain = accuracy - accuracies(base)
+            gain = tables.accuracies(runs, "test") - tables.accuracies(base, "test")
             found, p = paired.interval(gain), paired.p_value(gain)
-            early = paired.interval(first_losses(runs) - first_losses(base)).mean
+            epoch = config.images // config.batch
+            early = paired.interval(first_losses(runs, epoch) - first_losses(base, epoch)).mean
             ahead = f"{int((gain > 0).sum())} of {len(gain)}"
             ends = [None if x is None else round(x, 4) for x in found]
             figures |= zip((f"{key}_gain{end}" for end in ("", "_low", "_high")), ends, strict=True)
@@ -169,22 +166,21 @@ def report(config: Config, results: Mapping[Key, Sequence[Finished]]) -> dict[st
             between = f"{cells[1]} to {cells[2]}"
             more = ["–" if p is None else f"{p:.2g}", ahead, "–" if early is None else f"{early:+.4f}"]
             rank_shown = "full" if rank >= FULL else str(rank)
-            rows.append([LOOKS[name].label, rank_shown, spread, cells[0], between, *more])
+            rows.append([LOOKS[name].label, rank_shown, accuracy.shown(2), cells[0], between, *more])
         run.show(
             config.out,
             f"lr {lr:g}: test accuracy in percent ± standard deviation over seeds; its difference from rank "
-            "0, pair by pair, in points, with a 95 % t-interval and Student's p; and the difference in mean "
-            "training loss over the first epoch, in nats",
+            "0, pair by pair, in points, with a 95 % t-interval and Student's p, not adjusted for their "
+            "number; and the difference in mean training loss over the first epoch, in nats",
             ["rule", "rank", "accuracy", "difference", "interval", "p", "ahead", "first epoch"],
             rows,
         )
     return figures
 
 
-def first_losses(runs: Sequence[Finished]) -> Tensor:
+def first_losses(runs: Sequence[Finished], epoch: int) -> Tensor:
     """Return the mean training loss over the first epoch, of each seed: how fast training begins."""
-    losses = paired.gathered([r.metrics()["loss"] for r in runs])
-    return losses[:, : losses.shape[1] // runs[0].task.epochs].mean(1)
+    return torch.stack([r.metrics()["loss"][:epoch].mean() for r in runs])
 
 
 def angles_of(runs: Sequence[Finished]) -> dict[str, Tensor]:
@@ -200,13 +196,16 @@ def report_angles(config: Config, results: Mapping[Key, Sequence[Finished]]) -> 
         if rank == max(rank for _, _, rank in results):
             for i, (_, angles) in enumerate(angles_of(runs).items()):
                 last = angles[:, -1]
+                if not last.isfinite().all():  # one has diverged
+                    continue
                 figures[f"lr{lr:g}_{name}_layer{i + 1}_last_angle"] = round(last.mean().item(), 2)
                 ends = [f"{x:.1f}" for x in (last.mean(), last.min(), last.max(), angles.max())]
                 rows.append([LOOKS[name].label, f"{lr:g}", str(i + 1), *ends])
     run.show(
         config.out,
-        "Full rank: the angle in degrees between a gradient and P times it, in the end (mean and range over "
-        "seeds), and the largest at any time. The paper: usually slightly below 45°",
+        f"Rank {max(config.ranks)}, or as many as a layer has inputs: the angle in degrees between a "
+        "gradient and P times it, when last measured (mean and range over seeds), and the largest at any "
+        "time. The paper: usually slightly below 45°",
         ["rule", "lr", "layer", "mean", "lowest", "highest", "largest ever"],
         rows,
     )
@@ -249,7 +248,7 @@ def draw_angles(config: Config, results: Mapping[Key, Sequence[Finished]]) -> No
                 steps = torch.arange(angles.shape[1]) * ANGLES_EVERY
                 band(axes, steps, angles, f"layer {i + 1}", f"C{i}")
             axes.axhline(45, color="grey", linestyle=":", label="45°")
-            axes.set_title(f"{LOOKS[name].label}, full rank, lr {lr:g}: mean and range")
+            axes.set_title(f"MNIST, {LOOKS[name].label}, rank {max(config.ranks)}, lr {lr:g}: mean and range")
             axes.set_xlabel("steps")
             axes.set_ylabel("angle between ∇J and P ∇J (degrees)")
             axes.legend(fontsize="small")

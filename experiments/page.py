@@ -1,11 +1,14 @@
 """The page of an experiment in docs/results: its template, filled with what the runs' own files say."""
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
+
+from experiments import run
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 TEMPLATES = RESULTS / "templates"
@@ -31,8 +34,9 @@ def main(config: Config) -> None:
             f"{out} has no summary.json. Run: python -m experiments {config.name} --out {out}, to its end."
         )
     found = gathered(out)
+    text = filled(config.name, found)
     (RESULTS / f"{config.name}.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    (RESULTS / f"{config.name}.md").write_text(rendered(config.name))
+    (RESULTS / f"{config.name}.md").write_text(text)
     for picture in out.glob("*.png"):
         copyfile(picture, RESULTS / pictured(config.name, picture.stem))
     print(f"Written: {RESULTS / config.name}.md")
@@ -40,13 +44,17 @@ def main(config: Config) -> None:
 
 def rendered(name: str) -> str:
     """Return the page that a template and the kept figures make."""
-    found = json.loads((RESULTS / f"{name}.json").read_text())
+    return filled(name, json.loads((RESULTS / f"{name}.json").read_text()))
+
+
+def filled(name: str, found: dict[str, Any]) -> str:
     template = (TEMPLATES / f"{name}.md").read_text()
     try:
         return template.format(**found["summary"], tables=found["tables"].strip(), made=found["made"])
-    except KeyError as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise SystemExit(
-            f"The template of {name} asks for {error}, and summary.json has no such figure. Correct either."
+            f"The template of {name} asks for what summary.json does not have, or not as a number: {error}. "
+            "Correct either."
         ) from None
 
 
@@ -65,13 +73,15 @@ def gathered(out: Path) -> dict[str, Any]:
 
 def made(out: Path) -> str:
     """Return in a sentence what the experiment was made by, from its own files and those of its runs."""
-    folders = sorted(path.parent for path in out.glob("runs/*/result.json"))
-    seconds = [json.loads((folder / "result.json").read_text())["seconds"] for folder in folders]
-    configs = [json.loads((folder / "config.json").read_text()) for folder in folders]
-    configs = configs or [json.loads((out / "config.json").read_text())]
-    machines = _listed(f"{c['machine']['processor']}, {c['machine']['cores']} cores" for c in configs)
-    versions = _listed(f"torch {c['versions']['torch']}, Python {c['versions']['python']}" for c in configs)
-    commits = _listed(str(c["commit"])[:10] for c in configs)
+    studied = out / run.STUDIED
+    names = sorted(set(studied.read_text().split())) if studied.exists() else []
+    seconds = [json.loads((out / "runs" / name / "result.json").read_text())["seconds"] for name in names]
+    configs = [json.loads((out / "runs" / name / "config.json").read_text()) for name in names]
+    parts = [part for config in configs for part in config["parts"]]
+    parts = parts or [json.loads((out / "config.json").read_text())]
+    machines = _listed(f"{p['machine']['processor']}, {p['machine']['cores']} cores" for p in parts)
+    versions = _listed(f"torch {p['versions']['torch']}, Python {p['versions']['python']}" for p in parts)
+    commits = _listed(re.sub(r"\b([0-9a-f]{10})[0-9a-f]{30}", r"\1", str(p["commit"])) for p in parts)
     spent = f"{len(seconds)} runs, {_time(sum(seconds))} in all if one after the other; " if seconds else ""
     return f"{spent}{machines}; {versions}; commit {commits}"
 

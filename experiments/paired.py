@@ -46,6 +46,8 @@ def smoothed(losses: Tensor, steps: int) -> Tensor:
 
 def steps_to(losses: Tensor, target: float, steps: int) -> float:
     """Return after how many steps the mean loss of the last `steps` is first at the target; NaN if never."""
+    if len(losses) < steps:
+        return math.nan
     there = smoothed(losses, steps) <= target
     return int(there.nonzero()[0]) + steps if there.any() else math.nan
 

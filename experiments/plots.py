@@ -13,6 +13,8 @@ from experiments import paired
 from experiments.methods import LOOKS
 from experiments.tables import Results
 
+DRAWN = ("loss", "validation_accuracy")  # columns of `metrics.csv`
+
 
 def band(
     axes: Axes,
@@ -34,31 +36,35 @@ def band(
 def training(
     path: Path, results: Results, epoch: int, epochs: int, decays: Sequence[float], what: str
 ) -> None:
-    """Draw the training loss and the accuracy on validation images of every method; `epoch` is in steps."""
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    never = torch.full((epochs * epoch,), torch.nan)  # so that runs which all diverged are as long
-    for name, runs in results.items():
-        look, metrics = LOOKS[name], [r.metrics() for r in runs]
-        losses, judged = (
-            paired.gathered([*(m[column] for m in metrics), never])[:-1]
-            for column in ("loss", "validation_accuracy")
-        )
-        means = paired.smoothed(losses, epoch)
+    """Draw the training loss of every method, and the accuracy if there are validation images.
+
+    `epoch` is in steps. A run that diverged is drawn as far as all of its method came.
+    """
+    never = torch.full((epochs * epoch,), torch.nan)  # so that all are as long
+    found = {
+        name: [paired.gathered([*(m[column] for m in metrics), never])[:-1] for column in DRAWN]
+        for name, metrics in ((name, [r.metrics() for r in runs]) for name, runs in results.items())
+    }
+    judged = any(accuracy.isfinite().any() for _, accuracy in found.values())
+    figure = Figure(figsize=(12 if judged else 6.5, 4.6), layout="constrained")
+    panels = figure.subplots(1, 2 if judged else 1, squeeze=False)[0]
+    for name, (losses, accuracy) in found.items():
         width, shaded = (2.2, True) if name in ("momentum", "fop") else (1.2, False)
+        label, colour = f"{LOOKS[name].label} ({len(losses)} seeds)", LOOKS[name].colour
+        means = paired.smoothed(losses, epoch)
         steps = (torch.arange(means.shape[1]) + epoch) / epoch
-        band(left, steps, means, look.label, look.colour, width, shaded)
-        ends = 100 * judged[:, epoch - 1 :: epoch]
-        band(right, range(1, epochs + 1), ends, look.label, look.colour, width, shaded)
-    left.set_ylabel("training loss, mean over an epoch (nats)")
-    left.set_title(f"{what}: mean over seeds, range shaded")
-    right.set_ylabel("validation accuracy (%)")
-    right.set_title("Validation accuracy: mean over seeds, range shaded")
-    for axes in (left, right):
+        band(panels[0], steps, means, label, colour, width, shaded)
+        if judged:
+            ends = 100 * accuracy[:, epoch - 1 :: epoch]
+            band(panels[1], range(1, epochs + 1), ends, label, colour, width, shaded)
+            panels[1].set_ylabel("validation accuracy (%)")
+    panels[0].set_ylabel("training loss, mean over an epoch (nats)")
+    for axes in panels:
         axes.set_xlabel("epochs")
         for decay in decays:
             axes.axvline(decay, color="grey", linestyle=":", linewidth=1)
             above = axes.get_xaxis_transform()
             axes.annotate("lr ÷ 10", (decay, 0.96), xycoords=above, color="grey", fontsize=8)
-    left.legend(fontsize="small")
+    panels[0].legend(fontsize="small")
+    figure.suptitle(f"{what}: mean over seeds; shaded, of momentum and FOP, the range")
     figure.savefig(path, dpi=150)

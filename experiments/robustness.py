@@ -1,10 +1,9 @@
 """How much the choice of lr and momentum matters, with FOP and without: the paper's heat maps."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from matplotlib.axes import Axes
@@ -19,6 +18,7 @@ from experiments.presets import Preset
 from experiments.runs import Finished
 
 CHANCE = 0.15  # accuracy of ten classes below which a run has failed, if its loss is finite
+Tried = Literal["fop", "fop-paper-5e-4", "adam-fop"]
 BASES: dict[str, Name] = {"fop": "momentum", "fop-paper-5e-4": "momentum", "adam-fop": "adam"}
 
 
@@ -39,7 +39,7 @@ class Config:
     lrs: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0)
     momenta: tuple[float, ...] = (0.5, 0.8, 0.9, 0.95, 0.99)
     adam_lrs: tuple[float, ...] = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03)
-    methods: tuple[Name, ...] = ("fop", "fop-paper-5e-4", "adam-fop")  # each beside its base
+    methods: tuple[Tried, ...] = ("fop", "fop-paper-5e-4", "adam-fop")  # each beside its base
     images: int = 10_000  # to train on, the first ones
     epochs: int = 6
     seeds: int = 3
@@ -49,15 +49,20 @@ class Config:
     widths: tuple[int, int] = (16, 32)  # channels of the first three layers, and of the layers after
     batch: int = 128
     data: Path | None = None  # folder that holds cifar10/; if None, METAFOP_DATA, else it is fetched
-    workers: int = os.cpu_count() or 1  # runs side by side
+    workers: int = study.WORKERS  # runs side by side
     seed: int = 0  # the first
     threads: int = 1  # of each run
     out: Path = Path("runs/robustness")
+
+    def __post_init__(self) -> None:
+        if self.seeds < 2:
+            raise ValueError(f"A deviation over seeds needs two, got seeds={self.seeds}.")
 
 
 PRESETS: dict[Preset, Config] = {
     "smoke": Config(
         preset="smoke",
+        out=Path("runs/robustness-smoke"),
         source="generated",
         images=128,
         test=128,
@@ -74,6 +79,7 @@ PRESETS: dict[Preset, Config] = {
     "small": Config(),
     "paper": Config(
         preset="paper",
+        out=Path("runs/robustness-paper"),
         images=50_000,
         pool=1,
         widths=(96, 192),
@@ -144,25 +150,43 @@ def gathered(config: Config, name: str, runs: Sequence[Finished]) -> Cells:
     return Cells(100 * accuracy.view(shape), failed.view(shape))
 
 
-def spread(mine: Cells, base: Cells) -> Tensor:
-    """Return the standard deviation over seeds in each cell, that of both methods taken together."""
-    return ((mine.accuracy.var(-1) + base.accuracy.var(-1)) / 2).sqrt()
+class Verdict(NamedTuple):
+    """What FOP gains in each cell, in points; the deviation over seeds, of both together; what that means.
+
+    Better and worse are by at least one deviation; a cell in which FOP fails more often is worse whatever it
+    gains, and one in which both fail with every seed says nothing.
+    """
+
+    gain: Tensor
+    deviation: Tensor
+    better: Tensor
+    worse: Tensor
+    says: Tensor
+
+
+def verdict(mine: Cells, base: Cells) -> Verdict:
+    gain = (mine.accuracy - base.accuracy).mean(-1)
+    deviation = ((mine.accuracy.var(-1) + base.accuracy.var(-1)) / 2).sqrt()
+    more = mine.failed.sum(-1) > base.failed.sum(-1)
+    better = (gain > 0) & (gain >= deviation) & ~more
+    worse = (gain < 0) & (gain <= -deviation) | more
+    return Verdict(gain, deviation, better, worse, ~(mine.failed & base.failed).all(-1))
 
 
 def report(config: Config, name: str, mine: Cells, base: Cells) -> dict[str, run.Figure]:
     """Show both methods cell by cell, and how many cells FOP gains in, and loses in."""
-    gain, one = (mine.accuracy - base.accuracy).mean(-1), spread(mine, base)
-    count = gain.numel()
-    lost, hurt = gain <= -one, mine.failed & ~base.failed
+    found = verdict(mine, base)
+    gain, says = found.gain[found.says], found.says
     figures: dict[str, run.Figure] = {
-        f"{name}_cells": count,
-        f"{name}_share_no_worse": round(((gain > -one) | (gain >= 0)).double().mean().item(), 4),
-        f"{name}_share_ahead": round((gain > 0).double().mean().item(), 4),
-        f"{name}_share_gaining_a_deviation": round(((gain >= one) & (gain > 0)).double().mean().item(), 4),
-        f"{name}_mean_gain_points": round(gain.mean().item(), 3),
-        f"{name}_worst_cell_points": round(gain.min().item(), 3),
-        f"{name}_best_cell_points": round(gain.max().item(), 3),
-        f"{name}_runs_failed_that_base_survived": int(hurt.sum()),
+        f"{name}_cells": int(says.sum()),
+        f"{name}_cells_where_both_fail": int((~says).sum()),
+        f"{name}_share_no_worse": _share(~found.worse[says]),
+        f"{name}_share_ahead": _share(gain > 0),
+        f"{name}_share_better": _share(found.better[says]),
+        f"{name}_mean_gain_points": round(gain.mean().item(), 3) if len(gain) else None,
+        f"{name}_worst_cell_points": round(gain.min().item(), 3) if len(gain) else None,
+        f"{name}_best_cell_points": round(gain.max().item(), 3) if len(gain) else None,
+        f"{name}_runs_failed_that_base_survived": int((mine.failed & ~base.failed).sum()),
         f"{name}_runs_survived_that_base_failed": int((base.failed & ~mine.failed).sum()),
         f"{name}_base_runs_failed": int(base.failed.sum()),
     }
@@ -170,20 +194,25 @@ def report(config: Config, name: str, mine: Cells, base: Cells) -> dict[str, run
     rows = []
     for i, momentum in enumerate(momenta):
         for j, lr in enumerate(lrs):
-            cell = [f"{x.accuracy[i, j].mean():.1f}" for x in (base, mine)]
-            mark = "worse" if lost[i, j] and gain[i, j] < 0 else "better" if gain[i, j] >= one[i, j] else ""
+            means = [f"{x.accuracy[i, j].mean():.1f}" for x in (base, mine)]
+            mark = "worse" if found.worse[i, j] else "better" if found.better[i, j] else ""
             failures = f"{int(base.failed[i, j].sum())}, {int(mine.failed[i, j].sum())}"
-            where = f"momentum {momentum:g}, lr {lr:g}" if not name.startswith("adam") else f"lr {lr:g}"
-            rows.append([where, *cell, f"{gain[i, j]:+.2f}", f"{one[i, j]:.2f}", failures, mark])
+            where = f"lr {lr:g}" if name.startswith("adam") else f"momentum {momentum:g}, lr {lr:g}"
+            differs = [f"{found.gain[i, j]:+.2f}", f"{found.deviation[i, j]:.2f}"]
+            rows.append([where, *means, *differs, failures, mark])
     run.show(
         config.out,
         f"{LOOKS[name].label}, and {LOOKS[BASES[name]].label} alone: test accuracy in percent, mean over "
         "seeds, their difference, the standard deviation over seeds, and failed runs of both. Better, worse: "
-        "by at least one standard deviation",
+        "by at least one standard deviation, or more runs failed",
         ["cell", "alone", "with FOP", "difference", "deviation", "failed", ""],
         rows,
     )
     return figures
+
+
+def _share(cells: Tensor) -> float | None:
+    return round(cells.double().mean().item(), 4) if len(cells) else None
 
 
 def draw(config: Config, cells: dict[str, Cells]) -> None:
@@ -196,13 +225,17 @@ def draw(config: Config, cells: dict[str, Cells]) -> None:
         figure.colorbar(shown[0], ax=list(panels[: len(maps)]), label="test accuracy (%)", shrink=0.8)
     for name in sweeps:
         sweep(config, panels[-1], name, cells[name])
+    figure.suptitle(
+        f"{config.source}, {config.images:,} images, {config.epochs} epochs: test accuracy, mean over "
+        f"{config.seeds} seeds"
+    )
     figure.savefig(config.out / "robustness.png", dpi=150)
 
 
 def heat_map(config: Config, axes: Axes, name: str, cells: dict[str, Cells]) -> Any:
     momenta, lrs = axes_of(config, name)
-    means, base = cells[name].accuracy.mean(-1), cells[BASES.get(name, name)]
-    gain, one = (cells[name].accuracy - base.accuracy).mean(-1), spread(cells[name], base)
+    means = cells[name].accuracy.mean(-1)
+    better = verdict(cells[name], cells[BASES.get(name, name)]).better
     shown = axes.imshow(
         means.numpy(), vmin=0, vmax=max(x.accuracy.mean(-1).max().item() for x in cells.values())
     )
@@ -212,7 +245,7 @@ def heat_map(config: Config, axes: Axes, name: str, cells: dict[str, Cells]) -> 
             axes.text(
                 j, i, f"{means[i, j]:.1f}", ha="center", va="center", color="white" if dark else "black"
             )
-            if name in BASES and gain[i, j] >= one[i, j] and gain[i, j] > 0:
+            if better[i, j]:
                 axes.add_patch(
                     Rectangle((j - 0.46, i - 0.46), 0.92, 0.92, fill=False, edgecolor="blue", lw=2.5)
                 )

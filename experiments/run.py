@@ -20,6 +20,7 @@ from torch import Generator
 
 import metafop
 
+STUDIED = "studied.txt"  # the names of the folders of the runs that a study is made of
 Figure = float | str | None  # a number, a word, or nothing reached
 
 
@@ -41,15 +42,15 @@ class Settings(Protocol):
 def begin(config: Settings) -> Generator:
     """Make the folder `out` with `config.json` in it, and return the generator that all chance comes from.
 
-    What an earlier run left there as `summary.json` or `tables.md`, or as TensorBoard events in it or in
-    `events`, is removed: it would pass for this run's.
+    What an earlier run left there as `summary.json`, `tables.md` or `studied.txt`, or as TensorBoard events
+    in it or in `events`, is removed: it would pass for this run's.
     """
     torch.set_num_threads(config.threads)
     settings = {"experiment": type(config).__module__, "config": asdict(config)} | made_by()
     try:
         config.out.mkdir(parents=True, exist_ok=True)
         (config.out / "config.json").write_text(json.dumps(settings, indent=2, default=str) + "\n")
-        for name in ("summary.json", "tables.md"):
+        for name in ("summary.json", "tables.md", STUDIED):
             (config.out / name).unlink(missing_ok=True)
         for pattern in ("events.out.tfevents.*", "events/**/events.out.tfevents.*"):
             for old in config.out.glob(pattern):

@@ -1,6 +1,6 @@
 """One run and its folder: what was asked, what is measured, and what it needs to go on if interrupted.
 
-    config.json      the settings, the versions, the commit and the machine
+    config.json      the settings; and for each part, if it was interrupted, versions, commit and machine
     metrics.csv      a row for each step; cells are empty where nothing was measured
     events.out.…     the same for TensorBoard, and pictures of what was learned
     checkpoint.pt    where it stands; gone in the end
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import IO, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from filelock import FileLock, Timeout
@@ -71,6 +71,10 @@ class Task(Protocol):
     def start(self) -> Process: ...
 
 
+class InUse(RuntimeError):
+    """Another process is at this run."""
+
+
 class Finished(NamedTuple):
     """A run that is done: its settings, its folder, and the figures in the end."""
 
@@ -94,8 +98,10 @@ def folder_of(task: Task, out: Path) -> Path:
 
 def finished(task: Task, out: Path) -> Finished | None:
     folder = folder_of(task, out)
-    file = folder / "result.json"
-    return Finished(task, folder, json.loads(file.read_text())) if file.exists() else None
+    try:
+        return Finished(task, folder, json.loads((folder / "result.json").read_text()))
+    except (FileNotFoundError, json.JSONDecodeError):  # not there yet, or lost with the power
+        return None
 
 
 def carry_out(task: Task, out: Path, tick: Callable[[float], None]) -> Finished:
@@ -104,9 +110,11 @@ def carry_out(task: Task, out: Path, tick: Callable[[float], None]) -> Finished:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / "lock", timeout=0):
-            return finished(task, out) or _carry_out(task, folder, tick)
+            done = finished(task, out) or _carry_out(task, folder, tick)
+            (folder / "checkpoint.pt").unlink(missing_ok=True)
+            return done
     except Timeout:
-        raise RuntimeError(
+        raise InUse(
             f"{folder} is being written by another process. Wait for it, or end it, then start again."
         ) from None
 
@@ -115,15 +123,12 @@ def _carry_out(task: Task, folder: Path, tick: Callable[[float], None]) -> Finis
     process, checkpoint = task.start(), folder / "checkpoint.pt"
     saved: dict[str, Any] = {"length": 0, "seconds": 0.0, "step": None}
     if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
+        saved = _loaded(checkpoint)
         process.load_state_dict(saved["process"])
     else:
-        _write(
-            folder / "config.json",
-            _json({"task": type(task).__module__, "settings": asdict(task)} | run.made_by()),
-        )
         for old in folder.glob("events.out.tfevents.*"):
             old.unlink()
+    _note_part(task, folder, saved["step"])
     began, last_saved = time.monotonic() - saved["seconds"], time.monotonic()
     with (folder / "metrics.csv").open("a+", newline="") as file, Logger(folder, saved["step"]) as logger:
         file.truncate(saved["length"])
@@ -138,16 +143,37 @@ def _carry_out(task: Task, folder: Path, tick: Callable[[float], None]) -> Finis
             if time.monotonic() - last_saved > CHECKPOINT_SECONDS:
                 file.flush()
                 os.fsync(file.fileno())
+                logger.flush()
                 state = {"length": file.tell(), "seconds": time.monotonic() - began}
                 state |= {"step": int(measured[-1]["step"]) + 1, "process": process.state_dict()}
-                _save(checkpoint, state)
+                save(checkpoint, state)
                 last_saved = time.monotonic()
             tick(process.epochs)
+        file.flush()
+        os.fsync(file.fileno())
         result = process.finish(folder) | {"seconds": round(time.monotonic() - began, 1)}
         logger.hyperparameters(_flat(asdict(task)), {k: v for k, v in result.items() if isinstance(v, float)})
-    _write(folder / "result.json", _json(result))
-    checkpoint.unlink(missing_ok=True)
+    _write(folder / "result.json", result)
     return Finished(task, folder, result)
+
+
+def _loaded(checkpoint: Path) -> dict[str, Any]:
+    try:
+        return torch.load(checkpoint, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged file makes of torch's reader
+        raise RuntimeError(f"{checkpoint} cannot be read. Delete it to start this run again.") from error
+
+
+def _note_part(task: Task, folder: Path, step: int | None) -> None:
+    """Write `config.json`; a run that goes on notes from which step, and what it is made by now."""
+    part = {"step": step or 0, "threads": torch.get_num_threads()} | run.made_by()
+    file = folder / "config.json"
+    if step is None:
+        config = {"task": type(task).__module__, "settings": asdict(task), "parts": [part]}
+    else:
+        config = json.loads(file.read_text())
+        config["parts"].append(part)
+    _write(file, config)
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,20 +183,20 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _json(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, indent=2, default=str) + "\n"
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    text = json.dumps(value, indent=2, default=str) + "\n"
+    _whole(path, lambda file: file.write(text.encode()))
 
 
-def _write(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    part.replace(path)  # at once: no file is half written
+def save(path: Path, state: Any) -> None:
+    """Save tensors so that the file is whole, or as it was before, whatever happens meanwhile."""
+    _whole(path, lambda file: torch.save(state, file))
 
 
-def _save(path: Path, state: dict[str, Any]) -> None:
-    part = path.with_suffix(".part")
+def _whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    part = path.with_name(f"{path.name}.part")
     with part.open("wb") as file:
-        torch.save(state, file)
+        write(file)
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)

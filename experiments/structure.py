@@ -1,10 +1,9 @@
 """What FOP learns: its matrices over training, their values, their eigenvalues, and whether they whiten."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from matplotlib import colormaps
@@ -15,12 +14,13 @@ from torch import Tensor
 
 from experiments import data, run, study
 from experiments.classify import Classify, prepare
-from experiments.methods import LOOKS, Method, Name
+from experiments.methods import LOOKS, Method
 from experiments.plots import band
 from experiments.presets import Preset
 from experiments.runs import Finished
 from metafop import diagnostics
 
+Rule = Literal["fop-paper", "fop"]
 BINS = 60  # of the histograms
 
 
@@ -37,7 +37,7 @@ class Config:
     """
 
     preset: Preset = "small"
-    rules: tuple[Name, ...] = ("fop-paper", "fop")
+    rules: tuple[Rule, ...] = ("fop-paper", "fop")
     layer: int = 4  # whose P is shown as images, from 1 to 7
     lr: float = 0.05
     images: int = 10_000  # to train on, the first ones
@@ -48,7 +48,7 @@ class Config:
     widths: tuple[int, int] = (16, 32)  # channels of the first three layers, and of the layers after
     batch: int = 128
     data: Path | None = None  # folder that holds cifar10/; if None, METAFOP_DATA, else it is fetched
-    workers: int = os.cpu_count() or 1  # runs side by side
+    workers: int = study.WORKERS  # runs side by side
     seed: int = 0  # the first
     threads: int = 1  # of each run
     out: Path = Path("runs/structure")
@@ -61,6 +61,7 @@ class Config:
 PRESETS: dict[Preset, Config] = {
     "smoke": Config(
         preset="smoke",
+        out=Path("runs/structure-smoke"),
         source="generated",
         images=256,
         widths=(2, 4),
@@ -73,6 +74,7 @@ PRESETS: dict[Preset, Config] = {
     "small": Config(),
     "paper": Config(
         preset="paper",
+        out=Path("runs/structure-paper"),
         images=50_000,
         widths=(96, 192),
         epochs=150,
@@ -99,7 +101,7 @@ def seeds(config: Config) -> range:
     return range(config.seed, config.seed + config.seeds)
 
 
-def task(config: Config, name: Name, seed: int) -> Classify:
+def task(config: Config, name: Rule, seed: int) -> Classify:
     return Classify(
         method=Method(name, config.lr),
         seed=seed,
@@ -118,6 +120,9 @@ def task(config: Config, name: Name, seed: int) -> Classify:
 
 def gathered(runs: Sequence[Finished]) -> Tensor:
     """Return every P of the layers with 3×3 kernels, after every epoch, (seeds, epochs + 1, layers, 9, 9)."""
+    diverged = [r.task.name for r in runs if r.result["diverged"]]
+    if diverged:
+        raise SystemExit(f"{', '.join(diverged)} diverged, and has no P to show. Pass a smaller --lr.")
     kept = [torch.load(r.folder / "matrices.pt", weights_only=True) for r in runs]
     names = [name for name, p in kept[0][0].items() if p.shape[-1] == 9]
     found = torch.stack([torch.stack([torch.stack([at[k] for k in names]) for at in one]) for one in kept])
@@ -163,13 +168,13 @@ def draw(config: Config, learned: Matrices) -> None:
 
 
 def draw_images(config: Config, learned: Matrices) -> None:
-    """P of one layer over training, as images: one scale for each row."""
+    """P of one layer over training, as images, without the identity that it starts from."""
     epochs = next(iter(learned.values())).shape[1]
     shown = sorted({round(x) for x in torch.linspace(0, epochs - 1, 6).tolist()})
     figure = Figure(figsize=(2.1 * len(shown) + 1, 2.5 * len(learned)), layout="constrained")
     panels = figure.subplots(len(learned), len(shown), squeeze=False)
     for row, (name, matrices) in zip(panels, learned.items(), strict=True):
-        moved = matrices[0, :, config.layer - 1]
+        moved = matrices[0, :, config.layer - 1] - torch.eye(9)
         limit = moved[shown].abs().max().item()
         colours = ScalarMappable(Normalize(-limit, limit), "RdBu_r")
         for axes, epoch in zip(row, shown, strict=True):
@@ -178,8 +183,8 @@ def draw_images(config: Config, learned: Matrices) -> None:
             axes.set_xticks([0, 4, 8], ["1", "5", "9"])
             axes.set_yticks([0, 4, 8], ["1", "5", "9"])
         row[0].set_ylabel(f"{LOOKS[name].label}\nposition in the kernel")
-        figure.colorbar(colours, ax=list(row), label="value of P", shrink=0.8)
-    figure.suptitle(f"P of layer {config.layer} over training, one run")
+        figure.colorbar(colours, ax=list(row), label="P − I", shrink=0.8)
+    figure.suptitle(f"P − I of layer {config.layer} over training, seed {config.seed}")
     figure.savefig(config.out / "matrices.png", dpi=150)
 
 
@@ -200,7 +205,9 @@ def draw_histograms(config: Config, learned: Matrices) -> None:
             axes.set_title(f"layer {i + 1}", fontsize=9)
             axes.set_xlabel("epochs")
         row[0].set_ylabel(f"{LOOKS[name].label}\nvalue in P")
-        figure.colorbar(ScalarMappable(shares, "viridis"), ax=list(row), label="share of the values")
+        figure.colorbar(
+            ScalarMappable(shares, "viridis"), ax=list(row), label="share of the values, all seeds"
+        )
     figure.savefig(config.out / "histograms.png", dpi=150)
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -19,12 +19,16 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from experiments import run, runs
 from experiments.runs import Finished, Task
 
+WORKERS = 1 if torch.cuda.is_available() else os.cpu_count() or 1  # that a machine has room for
+
 
 def carry_out(tasks: Sequence[Task], out: Path, workers: int, threads: int = 1) -> list[Finished]:
     """Return the finished runs of all tasks, in their order, after running those that are not.
 
     One worker works in this process. A run that fails leaves `error.txt` in its folder, and the others go on.
     """
+    if workers < 1:
+        raise SystemExit(f"A study needs a worker, got --workers {workers}. Pass 1 or more.")
     waiting = [task for task in tasks if runs.finished(task, out) is None]
     with _Board(tasks, waiting) as board:
         if workers == 1 or len(waiting) < 2:
@@ -35,26 +39,28 @@ def carry_out(tasks: Sequence[Task], out: Path, workers: int, threads: int = 1) 
         else:
             _side_by_side(waiting, out, min(workers, len(waiting)), threads, board)
     found = [runs.finished(task, out) for task in tasks]
-    failed = [str(runs.folder_of(task, out)) for task, one in zip(tasks, found, strict=True) if one is None]
-    if failed:
+    undone = [str(runs.folder_of(task, out)) for task, one in zip(tasks, found, strict=True) if one is None]
+    if undone:
         raise SystemExit(
-            f"{len(failed)} of {len(tasks)} runs failed; why is in error.txt in {', '.join(failed[:3])}"
-            f"{' and others' if len(failed) > 3 else ''}. The same command goes on with them."
+            f"{len(undone)} of {len(tasks)} runs are not done; why is said above, and in error.txt in "
+            f"{', '.join(undone[:3])}{' and others' if len(undone) > 3 else ''}. The same command goes on."
         )
     finished = [one for one in found if one is not None]
+    with (out / run.STUDIED).open("a") as file:
+        file.writelines(f"{one.folder.name}\n" for one in finished)
     _warn_of_others(finished)
     return finished
 
 
-def _one(task: Task, out: Path, tick: Callable[[float], None]) -> Finished | None:
-    """Carry out one run; None if it failed."""
+def _one(task: Task, out: Path, tick: Callable[[float], None]) -> Finished | str:
+    """Carry out one run, or return why it failed."""
     try:
         finished = runs.carry_out(task, out, tick)
-    except BrokenPipeError:  # whoever asked for it is gone
-        raise
-    except Exception:
+    except runs.InUse as error:
+        return str(error)
+    except (Exception, SystemExit) as error:
         _note(task, out, traceback.format_exc())
-        return None
+        return f"FAILED: {error}"
     (finished.folder / "error.txt").unlink(missing_ok=True)
     return finished
 
@@ -68,11 +74,18 @@ def _note(task: Task, out: Path, why: str) -> None:
 def _work(connection: Connection, out: Path, threads: int) -> None:
     """In a process of its own: run what is sent, and tell how far it is, until told to stop, or alone."""
     torch.set_num_threads(threads)
+
+    def tell(message: Any) -> None:
+        try:
+            connection.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            os._exit(1)  # the study has ended: checkpoints hold all but the last seconds
+
     try:
         while (task := connection.recv()) is not None:
-            connection.send(_one(task, out, connection.send))
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
-        os._exit(1)  # the study has ended: checkpoints hold all but the last seconds
+            tell(_one(task, out, tell))
+    except (EOFError, ConnectionResetError, KeyboardInterrupt):
+        os._exit(1)
 
 
 class _Worker(NamedTuple):
@@ -81,20 +94,24 @@ class _Worker(NamedTuple):
 
 
 def _side_by_side(waiting: Sequence[Task], out: Path, workers: int, threads: int, board: "_Board") -> None:
-    queue, at_work = list(waiting), dict[Connection, tuple[_Worker, Task]]()
+    queue, at_work = list(waiting), dict[Any, tuple[_Worker, Task]]()
     with _ended_with_us() as begin:
         for _ in range(workers):
             _next(begin(out, threads), queue, at_work, board)
         while at_work:
             for ready in wait(list(at_work)):
-                assert isinstance(ready, Connection)
                 worker, task = at_work[ready]
                 try:
-                    message = ready.recv()
-                except (EOFError, ConnectionResetError):  # killed: the run can go on later, the study at once
+                    message = worker.connection.recv()
+                except (EOFError, ConnectionResetError):  # the run can go on later, the study at once
                     del at_work[ready]
-                    _note(task, out, "Its process was killed: memory may have been short.\n")
-                    board.ended(task, None)
+                    worker.process.join()
+                    why = (
+                        f"its process ended with exit code {worker.process.exitcode}; -9 is killed, as when "
+                    )
+                    why += "memory is short."
+                    _note(task, out, why)
+                    board.ended(task, f"FAILED: {why}")
                     _next(begin(out, threads), queue, at_work, board)
                     continue
                 if isinstance(message, float | int):
@@ -106,7 +123,7 @@ def _side_by_side(waiting: Sequence[Task], out: Path, workers: int, threads: int
 
 
 def _next(
-    worker: _Worker, queue: list[Task], at_work: dict[Connection, tuple[_Worker, Task]], board: "_Board"
+    worker: _Worker, queue: list[Task], at_work: dict[Any, tuple[_Worker, Task]], board: "_Board"
 ) -> None:
     """Give a worker its next task, or let it go."""
     if queue:
@@ -168,11 +185,11 @@ class _Board:
         self._epochs[id(task)] = epochs
         self._show()
 
-    def ended(self, task: Task, one: Finished | None) -> None:
+    def ended(self, task: Task, one: Finished | str) -> None:
         self._left -= 1
         self._epochs[id(task)] = task.epochs
         seconds = time.monotonic() - self._began[id(task)]
-        said = "FAILED" if one is None else _figures(one)
+        said = one if isinstance(one, str) else _figures(one)
         self._bar.console.print(f"{task.name}: {said} ({seconds:.0f} s)", highlight=False, soft_wrap=True)
         self._show()
 
@@ -188,15 +205,16 @@ def _figures(one: Finished) -> str:
 
 
 def _warn_of_others(finished: Sequence[Finished]) -> None:
-    """Say so if runs were made by another commit or version than is here now."""
-    here = {k: run.made_by()[k] for k in ("versions", "commit")}
-    made = [json.loads((one.folder / "config.json").read_text()) for one in finished]
-    others = [config for config in made if {k: config[k] for k in here} != here]
-    if others:
-        commits = sorted({str(config["commit"]) for config in others})
+    """Say so if runs, or parts of them, were made by another commit, version or machine than is here now."""
+    here = run.made_by()
+    made = [json.loads((one.folder / "config.json").read_text())["parts"] for one in finished]
+    others = [[part for part in parts if {k: part[k] for k in here} != here] for parts in made]
+    commits = sorted({str(part["commit"]) for parts in others for part in parts})
+    if commits:
+        count = sum(bool(parts) for parts in others)
         Console(stderr=True).print(
-            f"{len(others)} of {len(finished)} runs were made earlier, by {', '.join(commits)}; this is "
-            f"{here['commit']}. To run them again, delete their folders or pass another --out.",
+            f"{count} of {len(finished)} runs were made earlier or elsewhere, by {', '.join(commits)}; this "
+            f"is {here['commit']}. To run them again, delete their folders or pass another --out.",
             highlight=False,
             soft_wrap=True,
         )

@@ -71,6 +71,10 @@ class Logger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def flush(self) -> None:
+        """Write what still waits."""
+        self._events.flush()
+
     def close(self) -> None:
         """Write what still waits; nothing can be written afterwards."""
         self._events.close()

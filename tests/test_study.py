@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from dataclasses import dataclass, replace
+from itertools import count
 from random import Random
 
 import pytest
@@ -45,10 +46,20 @@ def single_precision():
 
 
 def in_short_parts(task, out, connection):
-    """Carry out a run that tells of every three steps, each followed by a checkpoint: kills hit these too."""
+    """Carry out a run that tells of every three steps, each followed by a checkpoint: kills hit these too.
+
+    After four of them it waits for leave to go on: however slow the test, it is not done before it is killed.
+    """
     torch.set_num_threads(1)
     runs.CHECKPOINT_SECONDS, loop.AT_ONCE = 0.0, 3
-    runs.carry_out(task, out, connection.send)
+    told = count(1)
+
+    def tick(epochs):
+        connection.send(epochs)
+        if next(told) == 4:
+            connection.recv()
+
+    runs.carry_out(task, out, tick)
 
 
 def begun(task, out):
@@ -63,6 +74,7 @@ def begun(task, out):
 
 def finish(task, out):
     process, connection = begun(task, out)
+    connection.send("leave")
     while process.is_alive():
         if connection.poll(1):
             try:
@@ -109,7 +121,7 @@ def test_a_run_killed_at_ten_random_moments_ends_with_the_bits_of_an_undisturbed
 
 def test_tensorboard_shows_a_killed_run_once(tmp_path):
     process, connection = begun(TASK, tmp_path)
-    for _ in range(9):
+    for _ in range(4):
         connection.recv()
     process.kill()
     process.join()
@@ -146,8 +158,9 @@ def test_a_run_keeps_its_settings_versions_commit_and_machine(tmp_path):
         "rank": None,
     }
     assert config["settings"]["images"] == 320
-    assert config["versions"].keys() == {"metafop", "torch", "python"}
-    assert {"commit", "machine"} <= config.keys()
+    [part] = config["parts"]
+    assert part["versions"].keys() == {"metafop", "torch", "python"}
+    assert {"step", "threads", "commit", "machine"} <= part.keys()
     assert not (run.folder / "checkpoint.pt").exists()
     metrics = run.metrics()
     assert metrics["step"].tolist() == list(range(20))
@@ -167,7 +180,7 @@ def test_side_by_side_is_as_one_after_the_other(tmp_path):
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path):
     tasks = [replace(SHORT, images=10_000), SHORT]
-    with pytest.raises(SystemExit, match=r"1 of 2 runs failed; why is in error\.txt in .*The same command"):
+    with pytest.raises(SystemExit, match=r"1 of 2 runs are not done; .* error\.txt in .*The same command"):
         study.carry_out(tasks, tmp_path, workers=1)
     said = (runs.folder_of(tasks[0], tmp_path) / "error.txt").read_text()
     assert "10000 to train on" in said
@@ -186,35 +199,79 @@ class Killed(Classify):
 def test_a_worker_that_is_killed_takes_only_its_run_with_it(tmp_path):
     killed = Killed(**{name: getattr(SHORT, name) for name in SHORT.__dataclass_fields__})
     tasks = [killed, replace(SHORT, seed=1), replace(SHORT, seed=2)]
-    with pytest.raises(SystemExit, match="1 of 3 runs failed"):
+    with pytest.raises(SystemExit, match="1 of 3 runs are not done"):
         study.carry_out(tasks, tmp_path, workers=2)
-    assert "killed" in (runs.folder_of(killed, tmp_path) / "error.txt").read_text()
+    assert "exit code -9" in (runs.folder_of(killed, tmp_path) / "error.txt").read_text()
     assert all(runs.finished(task, tmp_path) for task in tasks[1:])
 
 
-def test_the_workers_of_a_study_that_is_killed_end_with_it_and_it_goes_on(tmp_path):
+def test_the_workers_of_a_study_that_is_killed_end_with_it(tmp_path):
+    first, second = replace(TASK, epochs=1000), replace(TASK, seed=4)
     process = multiprocessing.get_context("spawn").Process(
-        target=study.carry_out, args=([replace(TASK, epochs=1000), replace(TASK, seed=4)], tmp_path, 2)
+        target=study.carry_out, args=([first, second], tmp_path, 2)
     )
     process.start()
-    second = replace(TASK, seed=4)
     while runs.finished(second, tmp_path) is None:
         process.join(0.1)
+        assert process.is_alive()
     process.kill()
     process.join()
-    first = replace(TASK, epochs=1000)
     with FileLock(runs.folder_of(first, tmp_path) / "lock", timeout=30):  # held as long as the worker lives
         assert runs.finished(first, tmp_path) is None
-    assert study.carry_out([second], tmp_path, 2)[0].task == second
+    assert [one.task for one in study.carry_out([second], tmp_path, 2)] == [second]
 
 
 def test_two_processes_never_write_one_run(tmp_path):
     process, connection = begun(TASK, tmp_path)
     connection.recv()
-    with pytest.raises(RuntimeError, match=r"is being written by another process\. Wait for it"):
+    with pytest.raises(runs.InUse, match=r"is being written by another process\. Wait for it"):
         runs.carry_out(TASK, tmp_path, lambda epochs: None)
+    with pytest.raises(SystemExit, match="1 of 1 runs are not done"):
+        study.carry_out([TASK], tmp_path, workers=1)
+    assert not (runs.folder_of(TASK, tmp_path) / "error.txt").exists()
     process.kill()
     process.join()
+
+
+def test_a_run_that_goes_on_notes_from_where_and_what_it_is_made_by(tmp_path):
+    process, connection = begun(TASK, tmp_path)
+    for _ in range(4):
+        connection.recv()
+    process.kill()
+    process.join()
+    finish(TASK, tmp_path)
+    config = json.loads((runs.folder_of(TASK, tmp_path) / "config.json").read_text())
+    assert [part["step"] for part in config["parts"]] == [0, 9]
+
+
+def test_a_damaged_checkpoint_is_named_with_its_remedy(tmp_path, capsys):
+    checkpoint = runs.folder_of(SHORT, tmp_path) / "checkpoint.pt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_bytes(b"")
+    with pytest.raises(SystemExit):
+        study.carry_out([SHORT], tmp_path, workers=1)
+    assert "cannot be read. Delete it to start this run again" in capsys.readouterr().out.replace("\n", " ")
+    checkpoint.unlink()
+    assert study.carry_out([SHORT], tmp_path, workers=1)
+
+
+def test_what_a_kill_left_between_the_result_and_the_end_is_tidied(tmp_path):
+    [run] = study.carry_out([SHORT], tmp_path, workers=1)
+    (run.folder / "checkpoint.pt").write_bytes(b"")
+    assert runs.carry_out(SHORT, tmp_path, lambda epochs: None) == run
+    assert not (run.folder / "checkpoint.pt").exists()
+
+
+def test_a_result_lost_with_the_power_is_made_again(tmp_path):
+    [run] = study.carry_out([SHORT], tmp_path, workers=1)
+    (run.folder / "result.json").write_text("")
+    [again] = study.carry_out([SHORT], tmp_path, workers=1)
+    assert again.result | {"seconds": 0} == run.result | {"seconds": 0}
+
+
+def test_a_study_without_workers_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="needs a worker, got --workers 0"):
+        study.carry_out([SHORT], tmp_path, workers=0)
 
 
 def test_a_run_that_diverges_ends_there_and_says_so(tmp_path):
