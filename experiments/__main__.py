@@ -6,7 +6,9 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Union, get_args
+
+from experiments.presets import Preset
 
 # Each is a file with a `Config` and a `main(config)`.
 EXPERIMENTS = (
@@ -27,6 +29,7 @@ EXPERIMENTS = (
 )
 NEEDED = (
     "PIL",
+    "filelock",
     "matplotlib",
     "numpy",
     "pooch",
@@ -38,8 +41,6 @@ NEEDED = (
     "tqdm",
     "tyro",
 )
-
-PRESETS = ("smoke", "small", "paper")
 
 # Threads that wait by spinning fight each other for few cores; torch reads this when it is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -82,7 +83,7 @@ def asked(argv: Sequence[str] | None) -> str:
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", nargs="?")
     preset = parser.parse_known_args(argv)[0].preset
-    return preset if preset in PRESETS else "small"
+    return preset if preset in get_args(Preset) else "small"
 
 
 if __name__ == "__main__":

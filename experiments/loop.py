@@ -18,7 +18,7 @@ from metafop.optim import FOP
 from metafop.tensorboard import Logger
 
 AT_ONCE = 20  # steps between two looks at the clock, and at the numbers on an accelerator
-Labelled = Callable[[], Iterator[tuple[Tensor, Tensor]]]  # gives batches that are not trained on
+Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]  # gives batches that are not trained on
 COLUMNS = ("step", "epoch", "lr", "loss", "validation_loss", "validation_accuracy")
 
 
@@ -118,8 +118,8 @@ class Loop:
         model: nn.Module,
         optimizer: Optimizer,
         feed: Feed,
-        validation: Labelled | None,
-        test: Labelled | None,
+        validation: Batches | None,
+        test: Batches | None,
         epochs: int,
         decays: Sequence[float],
         judge_every: int = 0,
@@ -204,7 +204,7 @@ class Loop:
         return self._figures("validation", self._validation)
 
     @torch.no_grad()
-    def _figures(self, name: str, batches: Labelled | None) -> dict[str, float]:
+    def _figures(self, name: str, batches: Batches | None) -> dict[str, float]:
         """Return the mean loss and the accuracy on images that are not trained on, if there are any."""
         if batches is None:
             return {}

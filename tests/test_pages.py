@@ -66,7 +66,7 @@ def test_a_page_is_written_from_the_folder_of_an_experiment(results, out):
 
 def test_a_figure_that_was_not_measured_is_refused(results, out):
     (page.TEMPLATES / "cifar10.md").write_text("{muon_accuracy}")
-    with pytest.raises(SystemExit, match="The template of cifar10 asks for .*'muon_accuracy'"):
+    with pytest.raises(SystemExit, match=r"The template of cifar10 asks for .*'muon_accuracy'"):
         page.main(page.Config("cifar10", out))
 
 
