@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments import data, plots, run, study, tables
@@ -63,6 +63,7 @@ class Config:
     validation: int = 5000  # images after them
     epochs: int = 15
     decay: float = 10.5  # epochs after which the learning rate is divided by ten
+    meta_lrs: tuple[float, ...] = (1e-3, 2e-3)  # of FOP, looked at with the seed of tuning besides its own
     settings: int = 4  # learning rates that each method is tuned over; 0: the paper's, untuned
     seeds: int = 3
     headline_seeds: int = 8  # of momentum, the printed rule and FOP
@@ -98,6 +99,7 @@ PRESETS: dict[Preset, Config] = {
         epochs=2,
         decay=1.0,
         settings=2,
+        meta_lrs=(1e-3,),
         seeds=2,
         headline_seeds=3,
         batch=64,
@@ -122,6 +124,7 @@ def main(config: Config) -> None:
     prepare(config.source, config.data)
     run.begin(config)
     tuning = tuned(config)
+    moved = with_meta_lrs(config, tuning)
     chosen = {name: best(runs) for name, runs in tuning.items()} or untuned(config)
     tasks = [task(config, chosen[name], seed, config.test) for seed, name in plan(config)]
     done = study.carry_out(tasks, config.out, config.workers, config.threads)
@@ -129,11 +132,11 @@ def main(config: Config) -> None:
     methods = tuple(sorted(chosen.values(), key=lambda method: method.name != "momentum"))
     timing = Timing(tasks[0], methods, ROUNDS)
     [times] = study.carry_out([timing], config.out, workers=1, threads=config.threads)
-    figures = report_tuning(config, tuning)
+    figures = report_tuning(config, tuning) | report_meta_lrs(config, tuning, moved)
     epoch, ours = config.images // config.batch, f"{config.images:,} images, {config.epochs} epochs"
     ours += f", {config.widths[0]} and {config.widths[1]} channels"
     figures |= tables.paper_table(config.out, results, times.result, PAPER, "test", ours)
-    figures |= tables.pairs_table(config.out, results, "test", epoch)
+    figures |= tables.pairs_table(config.out, results, "test", epoch, config.decay)
     picture, what = config.out / "cifar10.png", f"CIFAR-10, {ours}"
     plots.training(picture, results, epoch, config.epochs, (config.decay,), what)
     run.finish(config.out, figures)
@@ -170,6 +173,15 @@ def tuned(config: Config) -> dict[str, list[Finished]]:
     tasks = [task(config, method, TUNING_SEED, test=0) for method in tried]
     done = study.carry_out(tasks, config.out, config.workers, config.threads)
     return {name: [r for r in done if r.task.method.name == name] for name in config.methods}
+
+
+def with_meta_lrs(config: Config, tuning: Mapping[str, Sequence[Finished]]) -> list[Finished]:
+    """Return runs of FOP as it was tuned, at other meta learning rates: nothing is chosen by them."""
+    if "fop" not in tuning:
+        return []
+    methods = [replace(best(tuning["fop"]), meta_lr=meta_lr) for meta_lr in config.meta_lrs]
+    tasks = [task(config, method, TUNING_SEED, test=0) for method in methods]
+    return study.carry_out(tasks, config.out, config.workers, config.threads)
 
 
 def untuned(config: Config) -> dict[str, Method]:
@@ -209,6 +221,34 @@ def report_tuning(config: Config, tuning: Mapping[str, Sequence[Finished]]) -> d
             ["method", *(f"setting {i + 1}" for i in range(config.settings)), "taken"],
             rows,
         )
+    return figures
+
+
+def report_meta_lrs(
+    config: Config, tuning: Mapping[str, Sequence[Finished]], moved: Sequence[Finished]
+) -> dict[str, run.Figure]:
+    """Show what a smaller meta learning rate does to FOP, against momentum, both as they were tuned."""
+    if not moved:
+        return {}
+    figures: dict[str, run.Figure] = {}
+    rows = []
+    base, own = (next(r for r in tuning[x] if r.task.method == best(tuning[x])) for x in ("momentum", "fop"))
+    for one in (*moved, own):
+        ratio = tables.views([one], [base], "validation", config.images // config.batch, config.decay)
+        steps = ratio["steps_ratio"][0].item()
+        meta_lr = one.task.method.meta_lr
+        word = "its own" if meta_lr is None else f"{meta_lr:g}"
+        rows.append([word, "–" if math.isnan(steps) else f"{steps:.3f}", judged(one)])
+        if meta_lr is not None:
+            figures[f"fop_at_{meta_lr:g}_steps_ratio"] = None if math.isnan(steps) else round(steps, 4)
+            figures[f"fop_at_{meta_lr:g}_validation"] = round(100 * one.result["validation_accuracy"], 2)
+    run.show(
+        config.out,
+        f"FOP at other meta learning rates, with the seed of tuning: steps ratio, and validation accuracy in "
+        f"percent, of which momentum has {judged(base)}. Nothing was chosen by it",
+        ["meta learning rate", "steps ratio", "accuracy"],
+        rows,
+    )
     return figures
 
 

@@ -125,7 +125,7 @@ def main(config: Config) -> None:
     ours += f"{config.width} channels at first, {config.epochs} epochs"
     epoch = found.images // config.batch
     figures = tables.paper_table(config.out, results, times.result, PAPER, "validation", ours)
-    figures |= tables.pairs_table(config.out, results, "validation", epoch)
+    figures |= tables.pairs_table(config.out, results, "validation", epoch, decays(config)[0])
     picture, what = config.out / "imagenet.png", f"ResNet-18, {ours}"
     plots.training(picture, results, epoch, config.epochs, decays(config), what)
     run.finish(config.out, figures)

@@ -8,6 +8,8 @@ from pathlib import Path
 from shutil import copyfile
 from typing import Any
 
+import tyro
+
 from experiments import run
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
@@ -23,7 +25,7 @@ class Config:
     test sees that a page says no more than that.
     """
 
-    name: str  # of the experiment
+    name: tyro.conf.Positional[str]  # of the experiment
     out: Path | None = None  # its folder; if None, runs/NAME
 
 

@@ -64,7 +64,7 @@ def training(
         for decay in decays:
             axes.axvline(decay, color="grey", linestyle=":", linewidth=1)
             above = axes.get_xaxis_transform()
-            axes.annotate("lr ÷ 10", (decay, 0.96), xycoords=above, color="grey", fontsize=8)
+            axes.annotate("lr ÷ 10", (decay, 0.02), xycoords=above, color="grey", fontsize=8)
     panels[0].legend(fontsize="small")
     figure.suptitle(f"{what}: mean over seeds; shaded, of momentum and FOP, the range")
     figure.savefig(path, dpi=150)

@@ -80,12 +80,15 @@ def spread(values: Tensor) -> Spread:
     return Spread(mean, deviation, len(values) - len(finite))
 
 
-def pairs_table(out: Path, results: Results, of: str, epoch: int) -> dict[str, run.Figure]:
-    """Show every method's differences from momentum, seed by seed; `epoch` is in steps."""
+def pairs_table(out: Path, results: Results, of: str, epoch: int, drop: float) -> dict[str, run.Figure]:
+    """Show every method's differences from momentum, seed by seed.
+
+    `epoch` is in steps, and `drop` is the epoch after which the learning rate is first divided.
+    """
     figures: dict[str, run.Figure] = {}
     rows = []
     for name in (name for name in results if name != "momentum"):
-        for view, (values, better) in views(results[name], results["momentum"], of, epoch).items():
+        for view, (values, better) in views(results[name], results["momentum"], of, epoch, drop).items():
             ratio = view == "steps_ratio"
             found = paired.geometric(values) if ratio else paired.interval(values)
             gains = better * (values.log() if ratio else values)
@@ -103,7 +106,8 @@ def pairs_table(out: Path, results: Results, of: str, epoch: int) -> dict[str, r
         out,
         "Against momentum, pair by pair, with 95 % t-intervals, and p-values that are not adjusted for their "
         "number. Steps ratio: steps until the mean training loss of an epoch is at that of momentum's last "
-        "epoch, over the steps after which momentum itself is first there; – if a run never is. Loss in "
+        "epoch, over the steps after which momentum itself is first there; – if a run never is. Before the "
+        "drop: on validation images, after the last whole epoch before the learning rate is divided. Loss in "
         "nats, accuracy in points",
         ["method", "what", "mean", "low", "high", "p", "ahead"],
         rows,
@@ -112,19 +116,29 @@ def pairs_table(out: Path, results: Results, of: str, epoch: int) -> dict[str, r
 
 
 def views(
-    runs: Sequence[Finished], base: Sequence[Finished], of: str, epoch: int
+    runs: Sequence[Finished], base: Sequence[Finished], of: str, epoch: int, drop: float
 ) -> dict[str, tuple[Tensor, int]]:
     """Return how each seed compares with momentum's, and the sign of what is better."""
     by_seed = {r.task.seed: r for r in base}
     others = [by_seed[r.task.seed] for r in runs]
-    ratios, differences = [], []
+    ratios, differences, before = [], [], []
     for mine, other in zip(runs, others, strict=True):
-        losses, theirs = mine.metrics()["loss"], other.metrics()["loss"]
+        metrics, base_metrics = mine.metrics(), other.metrics()
+        losses, theirs = metrics["loss"], base_metrics["loss"]
         final = math.nan if other.result["diverged"] else theirs[-epoch:].mean().item()
         ratios.append(paired.steps_to(losses, final, epoch) / paired.steps_to(theirs, final, epoch))
         differences.append(math.nan if mine.result["diverged"] else losses[-epoch:].mean().item() - final)
-    return {
+        before.append(_judged(metrics, int(drop) * epoch) - _judged(base_metrics, int(drop) * epoch))
+    found = {
         "steps_ratio": (torch.tensor(ratios, dtype=torch.float64), -1),
         "final_loss_difference": (torch.tensor(differences, dtype=torch.float64), -1),
         "accuracy_difference": (accuracies(runs, of) - accuracies(others, of), 1),
     }
+    known = torch.tensor(before, dtype=torch.float64)
+    return found | ({"accuracy_before_the_drop": (known, 1)} if known.isfinite().any() else {})
+
+
+def _judged(metrics: Mapping[str, Tensor], steps: int) -> float:
+    """Return the accuracy in percent on validation images after so many steps; NaN if nobody looked."""
+    judged = metrics["validation_accuracy"]
+    return 100 * judged[steps - 1].item() if 0 < steps <= len(judged) else math.nan
