@@ -44,6 +44,7 @@ class Classify:
         of = self.method
         parts = [of.name, f"lr{of.lr:g}"]
         parts += [f"momentum{of.momentum:g}"] if of.momentum != 0.9 else []
+        parts += [f"meta{of.meta_lr:g}"] if of.meta_lr is not None else []
         parts += [f"rank{of.rank}"] if of.rank is not None else []
         return "-".join([*parts, f"seed{self.seed}"])
 
