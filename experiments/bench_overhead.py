@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
@@ -86,11 +85,6 @@ CANNOT = {"muon": "takes matrices only"}  # why a method is missing on nets that
 
 
 def main(config: Config) -> None:
-    if config.peers and find_spec("pytorch_optimizer") is None:
-        sys.exit(
-            "bench-overhead compares with pytorch_optimizer, not installed here. "
-            'Run: pip install "metafop[peers]", or pass --no-peers.'
-        )
     if config.repeats < 2 or config.periods < 1:
         sys.exit(
             "bench-overhead takes --repeats of 2 or more, for intervals, and --periods of 1 or more, "

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from pytorch_optimizer import Muon  # torch's own takes no kernels
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -70,8 +71,6 @@ def low_rank(model: nn.Module, rank: int) -> dict[str, Preconditioner]:
 
 
 def muon(method: Method, model: nn.Module, seed: int) -> Optimizer:
-    from pytorch_optimizer import Muon  # torch's own takes no kernels
-
     params = list(model.parameters())
     hidden = [p for p in params[1:] if p.dim() > 1 and p is not _last(model)]
     rest = [p for p in params if all(p is not other for other in hidden)]

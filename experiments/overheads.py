@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from pytorch_optimizer import SOAP, Shampoo
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
@@ -83,8 +84,6 @@ def optimizers(method: str, model: nn.Module) -> Sequence[Optimizer]:
     if method == "muon":
         matrices, rest = [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
         return [torch.optim.Muon(matrices, lr=LR), torch.optim.SGD(rest, lr=LR, momentum=MOMENTUM)]
-    from pytorch_optimizer import SOAP, Shampoo  # only this experiment needs them
-
     if method == "soap":
         return [SOAP(params, lr=LR)]
     if method == "shampoo":

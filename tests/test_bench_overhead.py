@@ -1,7 +1,6 @@
 """bench-overhead runs from its command, and its figures are those that its docstrings define."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -76,12 +75,6 @@ def test_an_overhead_is_the_median_over_periods_of_the_mean_over_each_above_sgd(
 def test_resnet18_has_as_many_parameters_as_in_the_literature():
     assert sum(p.numel() for p in models.resnet18().parameters()) == 11_173_962
     assert models.resnet18(width=2)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-
-
-def test_a_missing_peer_is_named_with_its_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    with pytest.raises(SystemExit, match=r'with pytorch_optimizer, .*: pip install "metafop\[peers\]"'):
-        main(["bench-overhead"])
 
 
 def test_too_few_rounds_are_refused():
