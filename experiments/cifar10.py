@@ -52,7 +52,7 @@ class Config:
     a seed all methods have the same first weights and batches. Runs are kept in `out`: a study that was
     interrupted goes on, and finished runs are not repeated.
 
-    smoke: half a minute, on generated images. small: 10,000 images, 16 and 32 channels, 15 epochs, about 90
+    smoke: half a minute, on generated images. small: 10,000 images, 16 and 32 channels, 15 epochs, about 105
     minutes on two cores. paper: 50,000 images, 96 and 192 channels, 150 epochs, lr 0.05 divided by ten after
     80, untuned: for an accelerator.
     """
