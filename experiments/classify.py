@@ -49,7 +49,8 @@ class Classify:
         return "-".join([*parts, f"seed{self.seed}"])
 
     def start(self) -> Loop:
-        torch.backends.cudnn.deterministic = True  # or a run that goes on would end with other bits
+        if torch.cuda.is_available():
+            torch.backends.cudnn.deterministic = True  # or a run that goes on would end with other bits
         parts = split(self.data, self.images, self.validation, self.test, self.pool)
         model = self.network(parts.training.images.shape[1:]).to(parts.training.images.device)
         return Loop(

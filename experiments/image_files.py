@@ -80,7 +80,8 @@ class Train:
                 "study again, with the images that are there now."
             )
         # What goes on after it was interrupted is to end with the same bits, on an accelerator too.
-        torch.backends.cudnn.deterministic = True
+        if torch.cuda.is_available():
+            torch.backends.cudnn.deterministic = True
         model = self.network().to(device())
         optimizer = self.method.optimizer(model, self.seed)
         for group in optimizer.param_groups:
