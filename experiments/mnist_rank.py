@@ -37,15 +37,7 @@ class Config:
 
     preset: Preset = "small"
     rules: tuple[Rule, ...] = ("fop-paper", "fop")
-    ranks: tuple[int, ...] = (
-        0,
-        1,
-        2,
-        4,
-        16,
-        64,
-        FULL,
-    )  # 0 must be among them; at most as large as a layer's inputs
+    ranks: tuple[int, ...] = (0, 1, 2, 4, 16, 64, FULL)  # with 0; no more than a layer's inputs are used
     lrs: tuple[float, ...] = (0.001, 0.03)  # the first is low, the second one that suits momentum
     epochs: int = 5
     seeds: int = 5

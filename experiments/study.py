@@ -106,12 +106,9 @@ def _side_by_side(waiting: Sequence[Task], out: Path, workers: int, threads: int
                 except (EOFError, ConnectionResetError):  # the run can go on later, the study at once
                     del at_work[ready]
                     worker.process.join()
-                    why = (
-                        f"its process ended with exit code {worker.process.exitcode}; -9 is killed, as when "
-                    )
-                    why += "memory is short."
-                    _note(task, out, why)
-                    board.ended(task, f"FAILED: {why}")
+                    why = f"FAILED: its process ended with exit code {worker.process.exitcode}"
+                    _note(task, out, f"{why}; that of one that is killed, as when memory is short, is -9.\n")
+                    board.ended(task, why)
                     _next(begin(out, threads), queue, at_work, board)
                     continue
                 if isinstance(message, float | int):

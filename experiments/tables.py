@@ -64,7 +64,6 @@ class Spread(NamedTuple):
 
     mean: float | None
     deviation: float | None
-
     diverged: int
 
     def shown(self, digits: int) -> str:

@@ -14,7 +14,7 @@ from metafop import diagnostics
 from metafop.types import Info, Meta, Params, Trains
 
 try:
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore  # made at run time
     from torch.utils.tensorboard import FileWriter
     from torch.utils.tensorboard.summary import histogram, hparams, image, scalar
 except ImportError as error:

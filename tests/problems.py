@@ -245,3 +245,12 @@ def assert_near(actual: Any, expected: Any, rtol: float, size: float | Tensor = 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def refusal(function, *arguments):
+    """What a command says, in one line, when it refuses to go on."""
+    with pytest.raises(SystemExit) as exit:
+        function(*arguments)
+    assert isinstance(exit.value.code, str)
+    assert "\n" not in exit.value.code
+    return exit.value.code

@@ -85,6 +85,15 @@ def finish(task, out):
     assert process.exitcode == 0
 
 
+def kill_on_the_way(task, out):
+    """Begin a run, and kill it after its ninth step, which is in its checkpoint."""
+    process, connection = begun(task, out)
+    for _ in range(4):
+        connection.recv()
+    process.kill()
+    process.join()
+
+
 def left_by(task, out):
     """Everything that a run leaves, but how long it took: figures, metrics, weights, matrices."""
     folder = runs.folder_of(task, out)
@@ -120,11 +129,7 @@ def test_a_run_killed_at_ten_random_moments_ends_with_the_bits_of_an_undisturbed
 
 
 def test_tensorboard_shows_a_killed_run_once(tmp_path):
-    process, connection = begun(TASK, tmp_path)
-    for _ in range(4):
-        connection.recv()
-    process.kill()
-    process.join()
+    kill_on_the_way(TASK, tmp_path)
     finish(TASK, tmp_path)
     folder = runs.folder_of(TASK, tmp_path)
     events = EventAccumulator(str(folder)).Reload()
@@ -234,11 +239,7 @@ def test_two_processes_never_write_one_run(tmp_path):
 
 
 def test_a_run_that_goes_on_notes_from_where_and_what_it_is_made_by(tmp_path):
-    process, connection = begun(TASK, tmp_path)
-    for _ in range(4):
-        connection.recv()
-    process.kill()
-    process.join()
+    kill_on_the_way(TASK, tmp_path)
     finish(TASK, tmp_path)
     config = json.loads((runs.folder_of(TASK, tmp_path) / "config.json").read_text())
     assert [part["step"] for part in config["parts"]] == [0, 9]
