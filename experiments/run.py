@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from torch import Generator
 import metafop
 
 STUDIED = "studied.txt"  # the names of the folders of the runs that a study is made of
+WIDE = 160  # characters in a line of a table, where no terminal says
 Figure = float | str | None  # a number, a word, or nothing reached
 
 
@@ -103,10 +105,10 @@ def show(out: Path, title: str, columns: Sequence[str], rows: Sequence[Sequence[
     """Print a table, and add it to `tables.md`: the first column is words, the others are numbers."""
     table = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=not i)
+        table.add_column(column, justify="right" if i else "left", no_wrap=not i, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else WIDE).print(table)  # no digit is cut off, in a file least
     rule = ["---", *["---:"] * (len(columns) - 1)]
     lines = [f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows)]
     with (out / "tables.md").open("a") as file:
