@@ -66,5 +66,5 @@ def training(
             above = axes.get_xaxis_transform()
             axes.annotate("lr ÷ 10", (decay, 0.02), xycoords=above, color="grey", fontsize=8)
     panels[0].legend(fontsize="small")
-    figure.suptitle(f"{what}: mean over seeds; shaded, of momentum and FOP, the range")
+    figure.suptitle(f"{what}\nmean over seeds; shaded, of momentum and FOP, the range")
     figure.savefig(path, dpi=150)
