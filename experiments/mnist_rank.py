@@ -213,12 +213,14 @@ def draw_ranks(config: Config, results: Mapping[Key, Sequence[Finished]]) -> Non
             curve(axes, results[lr, "momentum", 0], "momentum (rank 0)", "black", 2.0)
             for i, rank in enumerate(ranks):
                 shade = 0.25 + 0.75 * i / max(len(ranks) - 1, 1)
-                label = f"rank {'full' if rank >= FULL else rank}"
+                label = "full rank" if rank >= FULL else f"rank {rank}"
                 curve(axes, results[lr, name, rank], label, (*to_rgb(LOOKS[name].colour), shade), 1.2)
             axes.set_title(f"MNIST, {LOOKS[name].label}, lr {lr:g}: mean over {config.seeds} seeds")
             axes.set_xlabel("steps")
             axes.set_ylabel("error on validation images (%)")
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
             axes.legend(fontsize="small")
     figure.savefig(config.out / "ranks.png", dpi=150)
 
@@ -240,7 +242,7 @@ def draw_angles(config: Config, results: Mapping[Key, Sequence[Finished]]) -> No
                 steps = torch.arange(angles.shape[1]) * ANGLES_EVERY
                 band(axes, steps, angles, f"layer {i + 1}", f"C{i}")
             axes.axhline(45, color="grey", linestyle=":", label="45°")
-            axes.set_title(f"MNIST, {LOOKS[name].label}, rank {max(config.ranks)}, lr {lr:g}: mean and range")
+            axes.set_title(f"MNIST, {LOOKS[name].label}, largest rank, lr {lr:g}: mean and range")
             axes.set_xlabel("steps")
             axes.set_ylabel("angle between ∇J and P ∇J (degrees)")
             axes.legend(fontsize="small")
