@@ -186,6 +186,8 @@ def report(config: Config, name: str, mine: Cells, base: Cells) -> dict[str, run
         f"{name}_mean_gain_points": round(gain.mean().item(), 3) if len(gain) else None,
         f"{name}_worst_cell_points": round(gain.min().item(), 3) if len(gain) else None,
         f"{name}_best_cell_points": round(gain.max().item(), 3) if len(gain) else None,
+        f"{name}_best_accuracy": round(mine.accuracy.mean(-1).max().item(), 2),
+        f"{name}_base_best_accuracy": round(base.accuracy.mean(-1).max().item(), 2),
         f"{name}_runs_failed_that_base_survived": int((mine.failed & ~base.failed).sum()),
         f"{name}_runs_survived_that_base_failed": int((base.failed & ~mine.failed).sum()),
         f"{name}_base_runs_failed": int(base.failed.sum()),
