@@ -238,9 +238,8 @@ def heat_map(config: Config, axes: Axes, name: str, cells: dict[str, Cells]) -> 
     momenta, lrs = axes_of(config, name)
     means = cells[name].accuracy.mean(-1)
     better = verdict(cells[name], cells[BASES.get(name, name)]).better
-    shown = axes.imshow(
-        means.numpy(), vmin=0, vmax=max(x.accuracy.mean(-1).max().item() for x in cells.values())
-    )
+    most = max(x.accuracy.mean(-1).max().item() for x in cells.values())
+    shown = axes.imshow(means.numpy(), vmin=0, vmax=most, aspect="auto")
     for i in range(len(momenta)):
         for j in range(len(lrs)):
             dark = means[i, j] < 40
@@ -266,6 +265,7 @@ def sweep(config: Config, axes: Axes, name: str, cells: Cells) -> None:
         config.adam_lrs, means, one, label=LOOKS[name].label, color=LOOKS[name].colour, capsize=3, marker="o"
     )
     axes.set_xscale("log")
+    axes.set_xlim(min(config.adam_lrs) / 1.5, max(config.adam_lrs) * 1.5)  # matplotlib fails to, for one
     axes.set_xlabel("learning rate of Adam")
     axes.set_ylabel("test accuracy (%), mean ± standard deviation")
     axes.set_title("Adam", fontsize=10)

@@ -83,7 +83,7 @@ def test_the_paper_preset_of_cifar10_trains_every_variant_at_the_papers_rate():
 def test_the_paper_preset_of_robustness_has_three_runs_of_150_epochs():
     config = robustness.PRESETS["paper"]
     tasks = robustness.grid(config, "fop-paper-5e-4")
-    assert len(tasks) == 3 * 25
+    assert len(tasks) == 3 * len(config.lrs) * len(config.momenta)
     assert {(task.epochs, task.decays) for task in tasks} == {(150, (80,))}
 
 
