@@ -20,6 +20,7 @@ EXPERIMENTS = (
     "structure",
     "theory",
     "imagenet",
+    "bipedal",
     "toy",
     "defaults",
     "bench-online",

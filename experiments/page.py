@@ -39,8 +39,8 @@ def main(config: Config) -> None:
     text = filled(config.name, found)
     (RESULTS / f"{config.name}.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     (RESULTS / f"{config.name}.md").write_text(text)
-    for picture in out.glob("*.png"):
-        copyfile(picture, RESULTS / pictured(config.name, picture.stem))
+    for picture in (*out.glob("*.png"), *out.glob("*.gif")):
+        copyfile(picture, RESULTS / pictured(config.name, picture))
     print(f"Written: {RESULTS / config.name}.md")
 
 
@@ -60,9 +60,10 @@ def filled(name: str, found: dict[str, Any]) -> str:
         ) from None
 
 
-def pictured(name: str, picture: str) -> str:
+def pictured(name: str, picture: Path) -> str:
     """Return the name that a picture has beside the page."""
-    return f"{name}.png" if picture.replace("_", "-") == name else f"{name}-{picture}.png"
+    own = picture.stem.replace("_", "-") == name
+    return f"{name}{picture.suffix}" if own else f"{name}-{picture.stem}{picture.suffix}"
 
 
 def gathered(out: Path) -> dict[str, Any]:

@@ -198,7 +198,8 @@ class _Board:
 
 def _figures(one: Finished) -> str:
     figures = {k: v for k, v in one.result.items() if isinstance(v, float) and k != "seconds"}
-    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
+    said = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items()]
+    return ", ".join([*(name.upper() for name, value in one.result.items() if value is True), *said])
 
 
 def _warn_of_others(finished: Sequence[Finished]) -> None:
