@@ -29,3 +29,9 @@ def generator():
 def precision(request, float64):
     """Ask for it where single precision is computed in ways of its own, as by FOP."""
     torch.set_default_dtype(request.param)
+
+
+@pytest.fixture
+def single_precision(float64):
+    """Ask for it where runs are carried out: their own processes compute in it."""
+    torch.set_default_dtype(torch.float32)

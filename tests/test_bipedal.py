@@ -5,12 +5,12 @@ import json
 import math
 import multiprocessing
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from killing import assert_kills_change_no_bit
 from PIL import Image
 from problems import refusal
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
@@ -22,7 +22,7 @@ from experiments.scales import Scales
 from experiments.walk import Walk
 from experiments.walking import Walking
 
-KILLS = 10
+pytestmark = pytest.mark.usefixtures("single_precision")
 TASK = Walk(
     method="fop",
     lr=1e-3,
@@ -36,58 +36,9 @@ TASK = Walk(
 )
 
 
-@pytest.fixture(autouse=True)
-def single_precision():
-    """As in the processes that runs are carried out in."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
-
-
-def carried_out(task, out, connection):
-    """Carry out a run with a checkpoint after every improvement, and tell of each."""
-    torch.set_num_threads(1)
-    runs.CHECKPOINT_SECONDS = 0.0
-    runs.carry_out(task, out, connection.send)
-
-
-def begun(task, out):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "experiments.walking"])  # imported once
-    ours, theirs = context.Pipe()
-    process = context.Process(target=carried_out, args=(task, out, theirs))
-    process.start()
-    theirs.close()
-    return process, ours
-
-
-def left_by(task, out):
-    folder = runs.folder_of(task, out)
-    result = json.loads((folder / "result.json").read_text())
-    best = torch.load(folder / "best.pt", weights_only=True)
-    return {k: v for k, v in result.items() if "second" not in k}, (folder / "metrics.csv").read_text(), best
-
-
 @pytest.mark.parametrize("through", ["optim", "functional"])
 def test_a_run_killed_at_ten_random_moments_ends_with_the_bits_of_an_undisturbed_one(through, tmp_path):
-    task, random = replace(TASK, through=through), Random(0)
-    undisturbed, _ = begun(task, tmp_path / "undisturbed")
-    undisturbed.join()
-    for kill in range(KILLS):
-        process, connection = begun(task, tmp_path / "killed")
-        connection.recv()  # where it takes up
-        until = connection.recv() if kill % 3 else 0
-        process.join(random.uniform(0, 0.02))
-        process.kill()
-        process.join()
-        assert until < task.epochs
-    last, _ = begun(task, tmp_path / "killed")
-    last.join()
-    assert last.exitcode == undisturbed.exitcode == 0
-    left, right = (left_by(task, tmp_path / name) for name in ("undisturbed", "killed"))
-    assert left[:2] == right[:2]
-    torch.testing.assert_close(left[2], right[2], rtol=0, atol=0)
+    assert_kills_change_no_bit(replace(TASK, through=through), tmp_path)
 
 
 def test_the_command_writes_a_figure_tables_and_films(tmp_path, capsys):

@@ -113,9 +113,8 @@ def test_a_policy_improves_alike_through_torch_and_through_the_pure_core(method,
 
 
 @pytest.mark.parametrize("lr", [3e-4, 0.01])
-def test_an_improvement_is_that_of_stable_baselines(lr, generator):
+def test_an_improvement_is_that_of_stable_baselines(lr, generator, single_precision):
     """The same steps, taken together: gradients, their clipping, and Adam, in their single precision."""
-    torch.set_default_dtype(torch.float32)
     settings = Settings(horizon=32, epochs=3, minibatch=128)
     task = replace(TASK, method="adam", lr=lr, ppo=settings)
     theirs, ours = PeerWalking(replace(task, method="adam-sb3")).ppo, ordinary(task)

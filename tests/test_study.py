@@ -6,19 +6,17 @@ import multiprocessing
 import os
 import signal
 from dataclasses import dataclass, replace
-from itertools import count
-from random import Random
 
 import pytest
-import torch
 from filelock import FileLock
+from killing import assert_kills_change_no_bit, assert_same_bits, begun, finish, kill_on_the_way
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments import loop, runs, study
 from experiments.classify import Classify
 from experiments.methods import LOOKS, Method
 
-KILLS = 10
+pytestmark = pytest.mark.usefixtures("single_precision")
 TASK = Classify(
     method=Method("fop", 0.05),
     seed=3,
@@ -36,96 +34,9 @@ TASK = Classify(
 SHORT = replace(TASK, epochs=1, keep_matrices=False)
 
 
-@pytest.fixture(autouse=True)
-def single_precision():
-    """As in the processes that runs are carried out in."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
-
-
-def in_short_parts(task, out, connection):
-    """Carry out a run that tells of every three steps, each followed by a checkpoint: kills hit these too.
-
-    After four of them it waits for leave to go on: however slow the test, it is not done before it is killed.
-    """
-    torch.set_num_threads(1)
-    runs.CHECKPOINT_SECONDS, loop.AT_ONCE = 0.0, 3
-    told = count(1)
-
-    def tick(epochs):
-        connection.send(epochs)
-        if next(told) == 4:
-            connection.recv()
-
-    runs.carry_out(task, out, tick)
-
-
-def begun(task, out):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "experiments.classify", "experiments.study"])  # imported once
-    ours, theirs = context.Pipe()
-    process = context.Process(target=in_short_parts, args=(task, out, theirs))
-    process.start()
-    theirs.close()
-    return process, ours
-
-
-def finish(task, out):
-    process, connection = begun(task, out)
-    connection.send("leave")
-    while process.is_alive():
-        if connection.poll(1):
-            try:
-                connection.recv()
-            except EOFError:
-                break
-    process.join()
-    assert process.exitcode == 0
-
-
-def kill_on_the_way(task, out):
-    """Begin a run, and kill it after its ninth step, which is in its checkpoint."""
-    process, connection = begun(task, out)
-    for _ in range(4):
-        connection.recv()
-    process.kill()
-    process.join()
-
-
-def left_by(task, out):
-    """Everything that a run leaves, but how long it took: figures, metrics, weights, matrices."""
-    folder = runs.folder_of(task, out)
-    result = json.loads((folder / "result.json").read_text())
-    kept = [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))]
-    return result | {"seconds": 0}, (folder / "metrics.csv").read_text(), kept
-
-
-def assert_same_bits(task, one, other):
-    left, right = left_by(task, one), left_by(task, other)
-    assert left[:2] == right[:2]
-    torch.testing.assert_close(left[2], right[2], rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("name", ["fop", "muon", "adam"])
 def test_a_run_killed_at_ten_random_moments_ends_with_the_bits_of_an_undisturbed_one(name, tmp_path):
-    task, random, reached = replace(TASK, method=Method(name, 0.01)), Random(0), []
-    for _ in range(KILLS):
-        process, connection = begun(task, tmp_path / "killed")
-        reached.append(connection.recv())
-        for _ in range(random.randrange(4)):
-            connection.recv()
-        connection.poll(random.uniform(0, 0.03))
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-    finish(task, tmp_path / "killed")
-    finish(task, tmp_path / "whole")
-    assert 0 < max(reached) < task.epochs, (
-        "it went on from checkpoints, and was not done before the last kill"
-    )
-    assert_same_bits(task, tmp_path / "whole", tmp_path / "killed")
+    assert_kills_change_no_bit(replace(TASK, method=Method(name, 0.01)), tmp_path)
 
 
 def test_tensorboard_shows_a_killed_run_once(tmp_path):
