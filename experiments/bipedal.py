@@ -36,8 +36,8 @@ class Config:
     study that was interrupted goes on, and finished runs are not repeated.
 
     smoke: half a minute. small: a million steps on the standard terrain, half a million on the rough one,
-    three seeds, about two hours on two cores. paper: ten runs on one terrain and five on the other, as in the
-    paper, which does not print their length: here it is ten million steps.
+    three seeds, about 90 minutes on two cores. paper: ten runs on one terrain and five on the other, as in
+    the paper, which does not print their length: here it is ten million steps.
     """
 
     preset: Preset = "small"
@@ -55,6 +55,34 @@ class Config:
     seed: int = 0  # the first
     threads: int = 1  # of each run
     out: Path = Path("runs/bipedal")
+
+    def __post_init__(self) -> None:
+        plan(self)  # what cannot be walked is refused here
+
+
+def plan(config: Config) -> list[Walk]:
+    """Return the runs, seed by seed: what an interrupted study leaves is whole pairs."""
+    length: dict[Terrain, tuple[int, int]] = {
+        "standard": (config.seeds, config.steps),
+        "rough": (config.rough_seeds, config.rough_steps),
+    }
+    return [
+        Walk(
+            method=name,
+            lr=RATES[name],
+            seed=config.seed + i,
+            terrain=terrain,
+            landscape=config.landscape,
+            steps=steps,
+            environments=config.environments,
+            ppo=config.ppo,
+            through=config.through,
+            scored=config.scored,
+        )
+        for terrain, (seeds, steps) in length.items()
+        for i in range(seeds)
+        for name in config.methods
+    ]
 
 
 PRESETS: dict[Preset, Config] = {
@@ -106,31 +134,6 @@ def main(config: Config) -> None:
     draw(config, results)
     film_best(config, results)
     run.finish(config.out, figures)
-
-
-def plan(config: Config) -> list[Walk]:
-    """Return the runs, seed by seed: what an interrupted study leaves is whole pairs."""
-    length: dict[Terrain, tuple[int, int]] = {
-        "standard": (config.seeds, config.steps),
-        "rough": (config.rough_seeds, config.rough_steps),
-    }
-    return [
-        Walk(
-            method=name,
-            lr=RATES[name],
-            seed=config.seed + i,
-            terrain=terrain,
-            landscape=config.landscape,
-            steps=steps,
-            environments=config.environments,
-            ppo=config.ppo,
-            through=config.through,
-            scored=config.scored,
-        )
-        for terrain, (seeds, steps) in length.items()
-        for i in range(seeds)
-        for name in config.methods
-    ]
 
 
 def report(config: Config, results: Results) -> dict[str, run.Figure]:
@@ -262,17 +265,23 @@ def draw(config: Config, results: Results) -> None:
 
 
 def curve(axes: Axes, name: Name, runs: Sequence[Finished]) -> None:
-    """Draw the best return so far, once every run has one; a run that diverged keeps its last."""
-    metrics = [one.metrics() for one in runs]
+    """Draw the best return so far, once every run has one; a run that diverged keeps its last.
+
+    Runs that never had one, because they diverged at once or saw too few episodes end, are left out.
+    """
+    metrics = [m for m in (one.metrics() for one in runs) if m["best"].isfinite().any()]
+    label, colour = SHOWN[name]
+    label += f" ({len(metrics)} of {len(runs)} runs)" if len(metrics) < len(runs) else ""
+    if not metrics:
+        axes.plot([], [], label=label, color=colour)
+        return
     steps = max((m["steps"] for m in metrics), key=len)
     kept = [torch.cat([m["best"], m["best"][-1:].expand(len(steps) - len(m["best"]))]) for m in metrics]
     best = torch.stack(kept)
     there = best.isfinite().all(0)
     found, at = median(best[:, there]), (steps[there] / 1000).tolist()
-    axes.plot(at, found.middle.tolist(), label=SHOWN[name][0], color=SHOWN[name][1])
-    axes.fill_between(
-        at, found.low.tolist(), found.high.tolist(), color=SHOWN[name][1], alpha=0.15, linewidth=0
-    )
+    axes.plot(at, found.middle.tolist(), label=label, color=colour)
+    axes.fill_between(at, found.low.tolist(), found.high.tolist(), color=colour, alpha=0.15, linewidth=0)
 
 
 def film_best(config: Config, results: Results) -> None:

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from metafop import tree
+from metafop import OnlineCarry, Seen, tree
 from metafop.types import Meta, Params, Trains
 
 
@@ -207,10 +207,12 @@ class Functional:
     def learn(self, batch: Batch) -> Tensor:
         seen = self._trains.evaluate(self._carry, batch)
         shrink = (self._settings.max_norm / (get_total_norm(seen.grads.values()) + 1e-6)).clamp(max=1.0)
-        seen = seen._replace(grads={name: grad * shrink for name, grad in seen.grads.items()})
+        clipped = {name: grad * shrink for name, grad in seen.grads.items()}
         turn = self._step % len(self._steers)
-        carry, _ = self._trains.advance(self._steers[turn], self._carry, seen)
-        self._carry = carry._replace(meta_opt=self._carry.meta_opt) if turn else carry
+        new, _ = self._trains.advance(
+            self._steers[turn], self._carry, Seen(seen.value, clipped, seen.buffers)
+        )
+        self._carry = OnlineCarry(**new._asdict() | {"meta_opt": self._carry.meta_opt}) if turn else new
         self._step += 1
         return seen.value
 

@@ -104,7 +104,9 @@ class PeerWalking:
         began, before = time.process_time(), self._copied()
         try:
             self.ppo.learn(self._at_once, reset_num_timesteps=False, log_interval=None)  # pyright: ignore
-        except ValueError:  # what torch's distributions make of numbers that are not finite
+        except ValueError as error:
+            if "of distribution Normal" not in str(error):  # what torch says of numbers that are not finite
+                raise
             self._diverged = True
             return []
         self._seconds += time.process_time() - began

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from killing import assert_kills_change_no_bit
+from matplotlib.figure import Figure
 from PIL import Image
 from problems import refusal
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
@@ -69,6 +70,17 @@ def test_a_policy_that_diverges_ends_its_run_with_a_record_and_the_others_go_on(
     assert not second.result["diverged"]
     assert second.result["steps"] == task.steps
     assert "DIVERGED" in capsys.readouterr().out
+
+
+def test_a_method_of_which_runs_diverged_at_once_is_drawn_without_them(tmp_path):
+    tasks = [replace(TASK, method="momentum", scored=1, lr=lr, steps=8 * 64) for lr in (1e30, 1e-3)]
+    done = study.carry_out(tasks, tmp_path, workers=1)
+    axes = Figure().subplots()
+    bipedal.curve(axes, "momentum", done)
+    bipedal.curve(axes, "adam", done[:1])
+    said = [line.get_label() for line in axes.lines]
+    assert said == ["momentum (1 of 2 runs)", "Adam (0 of 1 runs)"]
+    assert np.size(axes.lines[0].get_xdata()) > 0
 
 
 def test_what_comes_after_a_step_is_what_the_next_one_sees_but_where_an_episode_ends(monkeypatch):
@@ -170,3 +182,5 @@ def test_the_steps_to_a_return_are_those_at_which_the_best_policy_first_has_it(t
 def test_what_cannot_be_walked_or_learned_from_is_refused(changes, said):
     with pytest.raises(ValueError, match=said):
         replace(TASK, **changes)
+    with pytest.raises(ValueError, match="steps=100"):
+        bipedal.Config(steps=100)

@@ -12,7 +12,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from torch.distributions import Normal
 
 from experiments import ppo
-from experiments.ppo import Batch, Outlook, Policy, Rollout, Settings
+from experiments.ppo import Batch, Outlook, Rollout, Settings
 from experiments.walk import RATES, Walk, ordinary
 from experiments.walking import Walking
 from experiments.walking_peer import NAMES, PeerWalking
@@ -70,14 +70,15 @@ def test_an_advantage_is_the_discounted_sum_of_surprises(rollout):
 
 
 def test_the_probability_of_actions_is_that_of_a_normal_distribution(generator):
-    mean, log_std, actions = torch.randn(5, 4, generator=generator), torch.randn(4), torch.randn(5, 4)
+    mean, actions = torch.randn(2, 5, 4, generator=generator)
+    log_std = torch.randn(4, generator=generator)
     expected = Normal(mean, log_std.exp()).log_prob(actions).sum(-1)
     assert_near(Outlook(mean, log_std, mean[:, 0]).log_prob(actions), expected, 1e-12)
 
 
 def test_the_loss_is_flat_where_a_ratio_is_clipped(generator):
     """A step that was good and is already taken more often than 1 + ε teaches the policy nothing more."""
-    policy = Policy(24, 4).double()
+    policy = TASK.policy()
     observations, actions = (torch.randn(2, n, generator=generator) for n in (24, 4))
     outlook = policy(observations)
     log_probs = outlook.log_prob(actions).detach() - torch.tensor([math.log(1.3), math.log(0.7)])
