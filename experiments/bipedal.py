@@ -18,12 +18,13 @@ from experiments.methods import LOOKS
 from experiments.ppo import Settings
 from experiments.presets import Preset
 from experiments.runs import Finished
-from experiments.walk import RATES, Name, Terrain, Through, Walk
+from experiments.walk import META_RATES, RATES, Name, Terrain, Through, Walk
 
 SOLVED = 200.0  # return; a walk to the far end is worth about 300
 RESAMPLES = 2000  # of the bootstrap
 SHOWN = {name: (look.label, look.colour) for name, look in LOOKS.items()}  # label and colour
 SHOWN["adam-sb3"] = ("Adam, Stable-Baselines3", "C6")
+SHOWN["fop-paper-1e-5"], SHOWN["fop-5e-4"] = ("FOP, printed rule at 1e-5", "C3"), ("FOP at 5e-4", "C9")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Config:
     """
 
     preset: Preset = "small"
-    methods: tuple[Name, ...] = ("momentum", "adam", "fop-paper", "fop")  # or adam-sb3, of the extra `peers`
+    methods: tuple[Name, ...] = ("momentum", "adam", "fop-paper", "fop")  # adam-sb3 needs the extra `peers`
     steps: int = 1_000_000  # on the standard terrain, of all environments together
     rough_steps: int = 500_000
     seeds: int = 3
@@ -182,7 +183,7 @@ def report_pairs(config: Config, results: Results) -> dict[str, run.Figure]:
     """Show FOP against what it is said to be ahead of, and our PPO against another, pair by pair."""
     figures: dict[str, run.Figure] = {}
     rows = []
-    pairs = [(name, base) for name in ("fop-paper", "fop") for base in ("momentum", "adam")]
+    pairs = [(name, base) for name in META_RATES for base in ("momentum", "adam")]
     for terrain in get_args(Terrain):
         for name, base in [*pairs, ("adam", "adam-sb3")]:
             if name not in config.methods or base not in config.methods:

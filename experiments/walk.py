@@ -14,15 +14,27 @@ from metafop.functional import from_module
 from metafop.optim import FOP
 
 Terrain = Literal["standard", "rough"]
-Name = Literal["momentum", "adam", "fop-paper", "fop", "adam-sb3"]  # that of Stable-Baselines3
+Name = Literal[
+    "momentum",
+    "adam",
+    "fop-paper",
+    "fop-paper-1e-5",
+    "fop",
+    "fop-5e-4",
+    "adam-sb3",  # that of Stable-Baselines3
+]
 Through = Literal["optim", "functional"]
 RATES: dict[Name, float] = {
     "momentum": 3.5e-4,
     "adam": 3e-4,
     "fop-paper": 3e-4,
+    "fop-paper-1e-5": 3e-4,
     "fop": 3e-4,
+    "fop-5e-4": 3e-4,
     "adam-sb3": 3e-4,
 }
+# The paper does not print its meta learning rate for this task: here FOP's own, and a tenth of it.
+META_RATES: dict[Name, float] = {"fop-paper": 1e-4, "fop-paper-1e-5": 1e-5, "fop": 5e-3, "fop-5e-4": 5e-4}
 AS_PRINTED: dict[str, Any] = {"order": "paper", "credit": "gradient", "guards": ()}  # to `Online`
 FULL = {"*.weight": Dense()}  # FOP at full rank on every layer, of actions and values alike
 
@@ -63,6 +75,11 @@ class Walk:
         """How often the policy is improved."""
         return self.steps // (self.environments * self.ppo.horizon)
 
+    @property
+    def as_printed(self) -> bool:
+        """Whether M is learned by the rule that the paper prints."""
+        return self.method.startswith("fop-paper")
+
     def start(self) -> Process:
         # What needs the extra `rl`, or `peers`.
         if self.method == "adam-sb3":
@@ -91,13 +108,15 @@ def ordinary(task: Walk) -> Ordinary:
     elif task.method == "momentum":
         optimizer = SGD(policy.parameters(), lr=task.lr, momentum=0.9)
     else:
-        preset = "paper" if task.method == "fop-paper" else "default"
-        optimizer = FOP(policy, SGD, preset=preset, preconditioner=FULL, lr=task.lr, momentum=0.9)
+        preset, meta_lr = "paper" if task.as_printed else "default", META_RATES[task.method]
+        optimizer = FOP(
+            policy, SGD, preset=preset, meta_lr=meta_lr, preconditioner=FULL, lr=task.lr, momentum=0.9
+        )
     return Ordinary(policy, optimizer, task.ppo)
 
 
 def functional(task: Walk) -> Functional:
-    """Return the same learner, of pure functions; its meta learning rates are those of FOP's two presets."""
+    """Return the same learner, of pure functions."""
     policy = task.policy()
     objective, params, buffers = from_module(policy, lambda act, batch: loss(act, batch, task.ppo))
     if task.method == "adam":
@@ -108,9 +127,8 @@ def functional(task: Walk) -> Functional:
     meta, carry = training.meta(params, hyper), training.init(params, buffers)
     if task.method in ("adam", "momentum"):
         return Functional(policy, training, carry, task.ppo, meta)
-    if task.method == "fop-paper":
-        online, lrs = Online(training, metafop.Adam(), **AS_PRINTED), [1e-4]
-    else:
-        online, lrs = Online(training, metafop.Adam()), [5e-3, *[0.0] * 9]  # learns from every tenth step
+    online = Online(training, metafop.Adam(), **AS_PRINTED if task.as_printed else {})
+    rests = 0 if task.as_printed else 9  # FOP's default learns from every tenth step
+    lrs = [META_RATES[task.method], *[0.0] * rests]
     steers = [online.meta(meta, metafop.Adam().hyper(lr=lr)) for lr in lrs]
     return Functional(policy, online, online.init(meta, carry), task.ppo, *steers)
