@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from gymnasium.envs.box2d.bipedal_walker import FPS
@@ -38,19 +39,29 @@ def strolling(best: dict[str, Any]) -> Steps:
 
 def mean_return(task: Walk, best: dict[str, Any]) -> float:
     """Return the mean return of a kept policy, from starts that it was not trained on."""
-    walker, act = Walker(task.terrain, task.landscape), strolling(best)
-    walker.reset(seed=task.seed + OTHERS)
+    return _mean_return(Walker(task.terrain, task.landscape), best, task.seed)
+
+
+def return_elsewhere(one: Finished) -> float:
+    """Return that of the best policy of a run, on landscapes that it was not trained on."""
+    best = torch.load(one.folder / "best.pt", weights_only=True)
+    return _mean_return(gymnasium.make("BipedalWalker-v3"), best, one.task.seed)
+
+
+def _mean_return(walker: gymnasium.Env[Any, Any], best: dict[str, Any], seed: int) -> float:
+    act = strolling(best)
+    walker.reset(seed=seed + OTHERS)
     return float(np.mean([sum(stroll(walker, act)) for _ in range(EPISODES)]))
 
 
-def stroll(walker: Walker, act: Steps) -> Iterator[float]:
+def stroll(walker: gymnasium.Env[Any, Any], act: Steps) -> Iterator[float]:
     """Yield the rewards of the next episode."""
     observation, _ = walker.reset()
     ended = False
     while not ended:
         observation, reward, terminated, truncated, _ = walker.step(act(observation))
         ended = terminated or truncated
-        yield reward
+        yield float(reward)
 
 
 def film(path: Path, one: Finished) -> None:

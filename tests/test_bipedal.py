@@ -18,6 +18,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 from experiments import bipedal, runs, study, walker
 from experiments.__main__ import main
+from experiments.medians import median
 from experiments.ppo import Settings
 from experiments.scales import Scales
 from experiments.walk import Walk
@@ -49,6 +50,7 @@ def test_the_command_writes_a_figure_tables_and_films(tmp_path, capsys):
         assert -200 < summary[f"rough_{name}_best"] < 350
         assert summary[f"standard_{name}_diverged"] == 0
         assert summary[f"standard_{name}_steps_per_second"] > 0
+        assert -200 < summary[f"elsewhere_{name}"] < 350
     assert "standard_fop_over_momentum" in summary
     assert (tmp_path / "bipedal.png").stat().st_size > 10_000
     with Image.open(tmp_path / "rough.gif") as picture:
@@ -161,9 +163,9 @@ def test_what_is_discounted_ends_with_its_episode():
 
 
 def test_a_median_has_the_interval_of_its_bootstrap_and_of_few_seeds_that_is_their_range():
-    found = bipedal.median(torch.tensor([[1.0], [2.0], [7.0]]))
+    found = median(torch.tensor([[1.0], [2.0], [7.0]]))
     assert [x.item() for x in found] == [2.0, 1.0, 7.0]
-    many = bipedal.median(torch.arange(101.0)[:, None])
+    many = median(torch.arange(101.0)[:, None])
     assert many.middle.item() == 50.0
     assert 25 < many.low.item() < 45 < 55 < many.high.item() < 75
 
