@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 from PIL import Image
 from problems import refusal
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+from torch.utils.tensorboard import SummaryWriter
 
-from experiments import bipedal, runs, study, walker
+from experiments import bipedal, gaits, runs, study, walker
 from experiments.__main__ import main
 from experiments.medians import median
 from experiments.ppo import Settings
@@ -43,7 +44,8 @@ def test_a_run_killed_at_ten_random_moments_ends_with_the_bits_of_an_undisturbed
     assert_kills_change_no_bit(replace(TASK, through=through), tmp_path)
 
 
-def test_the_command_writes_a_figure_tables_and_films(tmp_path, capsys):
+def test_the_command_writes_a_figure_tables_and_films(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("experiments.walking.LOOKED_AT_EVERY", 2)
     main(["bipedal", "--preset", "smoke", "--out", str(tmp_path), "--methods", "momentum", "adam-sb3", "fop"])
     summary = json.loads((tmp_path / "summary.json").read_text())
     for name in ("momentum", "adam-sb3", "fop"):
@@ -51,7 +53,8 @@ def test_the_command_writes_a_figure_tables_and_films(tmp_path, capsys):
         assert summary[f"standard_{name}_diverged"] == 0
         assert summary[f"standard_{name}_steps_per_second"] > 0
         assert -200 < summary[f"elsewhere_{name}"] < 350
-    assert "standard_fop_over_momentum" in summary
+    assert "standard_fop_over_momentum_late" in summary
+    assert 1 < summary["standard_fop_p_value"] < 10
     assert (tmp_path / "bipedal.png").stat().st_size > 10_000
     with Image.open(tmp_path / "rough.gif") as picture:
         picture.seek(1)  # there is a second frame
@@ -78,8 +81,8 @@ def test_a_method_of_which_runs_diverged_at_once_is_drawn_without_them(tmp_path)
     tasks = [replace(TASK, method="momentum", scored=1, lr=lr, steps=8 * 64) for lr in (1e30, 1e-3)]
     done = study.carry_out(tasks, tmp_path, workers=1)
     axes = Figure().subplots()
-    bipedal.curve(axes, "momentum", done)
-    bipedal.curve(axes, "adam", done[:1])
+    gaits.curve(axes, "momentum", done)
+    gaits.curve(axes, "adam", done[:1])
     said = [line.get_label() for line in axes.lines]
     assert said == ["momentum (1 of 2 runs)", "Adam (0 of 1 runs)"]
     assert np.size(axes.lines[0].get_xdata()) > 0
@@ -170,11 +173,25 @@ def test_a_median_has_the_interval_of_its_bootstrap_and_of_few_seeds_that_is_the
     assert 25 < many.low.item() < 45 < 55 < many.high.item() < 75
 
 
+def test_the_size_of_p_is_the_last_that_was_written_even_if_a_run_was_resumed(tmp_path):
+    for value in (2.0, 3.0):
+        with SummaryWriter(str(tmp_path)) as writer:
+            writer.add_scalar("eigenvalue_max/value.weight", value, 49)
+    found = gaits.largest(runs.Finished(None, tmp_path, {}))
+    assert found.pop("value") == 3
+    assert all(map(math.isnan, found.values()))
+
+
+def test_late_policies_are_those_of_the_last_fifth(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,score\n" + "".join(f"{i},{i}\n" for i in range(10)))
+    assert gaits.late([runs.Finished(None, tmp_path, {})]).tolist() == [8.5]
+
+
 def test_the_steps_to_a_return_are_those_at_which_the_best_policy_first_has_it(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,steps,best\n0,10,\n1,20,-5\n2,30,201\n3,40,250\n")
-    assert bipedal.steps_to(runs.Finished(None, tmp_path, {})) == 30
+    assert gaits.steps_to(runs.Finished(None, tmp_path, {})) == 30
     (tmp_path / "metrics.csv").write_text("step,steps,best\n0,10,\n1,20,-5\n")
-    assert bipedal.steps_to(runs.Finished(None, tmp_path, {})) == math.inf
+    assert gaits.steps_to(runs.Finished(None, tmp_path, {})) == math.inf
 
 
 @pytest.mark.parametrize(
