@@ -148,7 +148,7 @@ def report_growth(out: Path, results: Results) -> dict[str, run.Figure]:
                 continue
             found = [largest(one) for one in runs]
             middle = {layer: torch.tensor([one[layer] for one in found]).quantile(0.5) for layer in LAYERS}
-            figures |= {f"{terrain}_{name}_p_{layer}": _known(x.item()) for layer, x in middle.items()}
+            figures |= {f"{terrain}_{name}_largest_{layer}": _known(x.item()) for layer, x in middle.items()}
             cells = [f"{x:.3g}" if x.isfinite() else "–" for x in middle.values()]
             rows.append([SHOWN[name][0], terrain, f"{META_RATES[name]:g}", *cells])
     run.show(
