@@ -103,7 +103,7 @@ def report_pairs(out: Path, results: Results) -> dict[str, run.Figure]:
                 figures |= {f"{key}{end}": None if x is None else round(x, 2) for end, x in ends}
                 figures[f"{key}_p"] = None if p is None else float(f"{p:.2g}")
                 figures[f"{key}_ahead"] = f"{int((gain > 0).sum())} of {len(gain)}"
-                cells += ["–" if x is None else f"{x:+.0f}" for x in found]
+                cells += ["–" if x is None else f"{x:+z.0f}" for x in found]
                 cells += ["–" if p is None else f"{p:.1g}", str(figures[f"{key}_ahead"])]
             rows.append(cells)
     parts = ("low", "high", "p", "ahead")
