@@ -30,7 +30,7 @@ class Config:
     steps: int = 1_000_000  # on the standard terrain, of all environments together
     rough_steps: int = 500_000
     seeds: int = 3
-    rough_seeds: int = 3
+    rough_seeds: int = 3  # 0 leaves that terrain out
     environments: int = 8  # side by side in each run
     landscape: int = 0  # seed of the terrains
     ppo: Settings = field(default_factory=Settings)
@@ -42,6 +42,15 @@ class Config:
     out: Path = Path("runs/bipedal")
 
     def __post_init__(self) -> None:
+        if self.seeds < 1 or self.rough_seeds < 0:
+            raise ValueError(
+                "A study has one seed or more on the standard terrain, and none or more on the rough one, "
+                f"got seeds={self.seeds} and rough_seeds={self.rough_seeds}. Pass such numbers."
+            )
+        if not self.methods or len(set(self.methods)) < len(self.methods):
+            raise ValueError(
+                f"Each method is named once, got methods={self.methods}. Pass one or more, once."
+            )
         plan(self)  # what cannot be walked is refused here
 
 
@@ -114,5 +123,6 @@ def main(config: Config) -> None:
             for name in config.methods
         }
         for terrain in get_args(Terrain)
+        if any(one.task.terrain == terrain for one in done)
     }
     run.finish(config.out, gaits.tell(config.out, results))

@@ -1,5 +1,6 @@
 """What the runs of a biped tell: how well it walks, how soon, who is ahead, and what FOP has learned."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -34,8 +35,7 @@ def tell(out: Path, results: Results) -> dict[str, run.Figure]:
     figures = report(out, results) | report_pairs(out, results)
     figures |= report_elsewhere(out, results) | report_growth(out, results)
     draw(out, results)
-    film_best(out, results)
-    return figures
+    return figures | film_best(out, results)
 
 
 def report(out: Path, results: Results) -> dict[str, run.Figure]:
@@ -50,7 +50,8 @@ def report(out: Path, results: Results) -> dict[str, run.Figure]:
                 "best": best.middle,
                 "best_low": best.low,
                 "best_high": best.high,
-                "late": late(runs).mean(),
+                "all": mean_score(runs, 1.0).mean(),
+                "late": mean_score(runs, LATE).mean(),
                 "walked": ended(runs, "walked").mean(),
                 f"steps_to_{SOLVED:g}": torch.tensor([steps_to(one) for one in runs]).quantile(0.5),
                 "walked_per_second": ended(runs, "walked_per_second").quantile(0.5),
@@ -61,20 +62,20 @@ def report(out: Path, results: Results) -> dict[str, run.Figure]:
             figures |= {f"{key}_solved": solved, f"{key}_diverged": diverged}
             found[f"steps_to_{SOLVED:g}"] /= 1000
             cells = [f"{x:.0f}" if x.isfinite() else "–" for x in found.values()]
-            cells = [*cells[:5], f"{solved} of {len(runs)}", cells[5], str(diverged), *cells[6:]]
+            cells = [*cells[:6], f"{solved} of {len(runs)}", cells[6], str(diverged), *cells[7:]]
             rows.append([SHOWN[name][0], f"{RATES[name]:g}", *cells])
         run.show(
             out,
-            f"The {terrain} terrain. A policy's score is the mean return of the last episodes. Best: score "
-            "of the best policy so far, in the end, median over seeds, with a 95 % bootstrap interval (of "
-            f"few seeds, their range). Late: of all policies in the last {LATE:.0%} of the training, mean "
-            f"over seeds. Walked: what the best policy returns in {EPISODES} episodes in the end, without "
-            f"noise, mean over seeds. Solved: runs whose score came above {SOLVED:g}; steps: the median "
-            "thousands of them until then. Walks, learns: steps of the environments in a second of one core, "
-            "to walk, and to learn too",
+            f"The {terrain} terrain. A score is the mean return of the last episodes, which successive "
+            "policies walked. Best: the highest so far, in the end, median over seeds, with a 95 % bootstrap "
+            "interval (of few seeds, their range). All, late: mean of all scores of the training, and of its "
+            f"last {LATE:.0%}, mean over seeds. Walked: return of the policy kept at the highest score, in "
+            f"{EPISODES} episodes in the end, without noise, mean over seeds. Solved: runs with a score "
+            f"above {SOLVED:g}; steps: the median thousands of them until then. Walks, learns: steps of the "
+            "environments in a second of one core, to walk, and to learn too",
             [
-                *("method", "lr", "best", "low", "high", "late", "walked", "solved", "steps", "diverged"),
-                *("walks", "learns"),
+                *("method", "lr", "best", "low", "high", "all", "late", "walked", "solved", "steps"),
+                *("diverged", "walks", "learns"),
             ],
             rows,
         )
@@ -91,30 +92,36 @@ def report_pairs(out: Path, results: Results) -> dict[str, run.Figure]:
             if name not in by_method or base not in by_method:
                 continue
             ours, theirs = by_method[name], by_method[base]
-            gains = {"": ended(ours, "best") - ended(theirs, "best"), "_late": late(ours) - late(theirs)}
-            cells = [f"{SHOWN[name][0]} over {SHOWN[base][0]}", terrain]
-            for what, gain in gains.items():
-                found, p, key = (
-                    paired.interval(gain),
-                    paired.p_value(gain),
-                    f"{terrain}_{name}_over_{base}{what}",
-                )
-                ends = zip(("", "_low", "_high"), found, strict=True)
-                figures |= {f"{key}{end}": None if x is None else round(x, 2) for end, x in ends}
-                figures[f"{key}_p"] = None if p is None else float(f"{p:.2g}")
-                figures[f"{key}_ahead"] = f"{int((gain > 0).sum())} of {len(gain)}"
-                cells += ["–" if x is None else f"{x:+z.0f}" for x in found]
-                cells += ["–" if p is None else f"{p:.1g}", str(figures[f"{key}_ahead"])]
-            rows.append(cells)
-    parts = ("low", "high", "p", "ahead")
-    run.show(
-        out,
-        "Returns of the best policy so far in the end, and of all late policies: differences within a seed, "
-        "their mean, a 95 % t-interval, Student's p, not adjusted for their number, and seeds ahead",
-        ["methods", "terrain", "best", *parts, "late", *parts],
-        rows,
-    )
+            gains = {
+                "": ended(ours, "best") - ended(theirs, "best"),
+                "_all": mean_score(ours, 1.0) - mean_score(theirs, 1.0),
+                "_late": mean_score(ours, LATE) - mean_score(theirs, LATE),
+            }
+            cells = [compared(gain, f"{terrain}_{name}_over_{base}{what}") for what, gain in gains.items()]
+            for found, _ in cells:
+                figures |= found
+            rows.append([f"{SHOWN[name][0]} over {SHOWN[base][0]}", terrain, *(said for _, said in cells)])
+    if rows:
+        run.show(
+            out,
+            "The best, all and late scores: differences within a seed, their mean, its 95 % t-interval, "
+            "Student's p, not adjusted for their number, and seeds ahead",
+            ["methods", "terrain", "best", "all", "late"],
+            rows,
+        )
     return figures
+
+
+def compared(gain: Tensor, key: str) -> tuple[dict[str, run.Figure], str]:
+    """Return the mean gain over seeds, its interval, p and how many are ahead, as figures and in words."""
+    found, p, finite = paired.interval(gain), paired.p_value(gain), gain[gain.isfinite()]
+    ends = zip(("", "_low", "_high"), found, strict=True)
+    figures: dict[str, run.Figure] = {f"{key}{end}": None if x is None else round(x, 2) for end, x in ends}
+    figures[f"{key}_p"] = None if p is None else float(f"{p:.2g}")
+    figures[f"{key}_ahead"] = f"{int((finite > 0).sum())} of {len(finite)}"
+    mean, low, high = ("–" if x is None else f"{x:+.1f}" for x in found)
+    p_said = "–" if p is None else f"{p:.2g}"
+    return figures, f"{mean} ({low} to {high}; p {p_said}; {figures[f'{key}_ahead']})"
 
 
 def report_elsewhere(out: Path, results: Results) -> dict[str, run.Figure]:
@@ -139,37 +146,44 @@ def report_elsewhere(out: Path, results: Results) -> dict[str, run.Figure]:
 
 
 def report_growth(out: Path, results: Results) -> dict[str, run.Figure]:
-    """Show how large P has become, layer by layer."""
+    """Show how small and how large P has become, layer by layer."""
     figures: dict[str, run.Figure] = {}
     rows = []
     for terrain, by_method in results.items():
         for name, runs in by_method.items():
             if name not in META_RATES:
                 continue
-            found = [largest(one) for one in runs]
-            middle = {layer: torch.tensor([one[layer] for one in found]).quantile(0.5) for layer in LAYERS}
-            figures |= {f"{terrain}_{name}_largest_{layer}": _known(x.item()) for layer, x in middle.items()}
-            cells = [f"{x:.3g}" if x.isfinite() else "–" for x in middle.values()]
+            found = torch.stack([extremes(one) for one in runs]).quantile(0.5, 0)
+            cells = []
+            for layer, (low, high) in zip(LAYERS, found.tolist(), strict=True):
+                key = f"{terrain}_{name}"
+                figures |= {f"{key}_smallest_{layer}": _digits(low), f"{key}_largest_{layer}": _digits(high)}
+                cells.append("–" if math.isnan(low) else f"{low:.1g} to {high:.3g}")
             rows.append([SHOWN[name][0], terrain, f"{META_RATES[name]:g}", *cells])
-    run.show(
-        out,
-        f"The largest eigenvalue of P when last looked at (every {LOOKED_AT_EVERY} improvements of a "
-        "policy), by layer, median over seeds; P starts as the identity",
-        ["method", "terrain", "meta lr", *LAYERS.values()],
-        rows,
-    )
+    if rows:
+        run.show(
+            out,
+            f"The smallest and the largest eigenvalue of P when last looked at (every {LOOKED_AT_EVERY} "
+            "improvements of a policy), by layer, medians over seeds; P starts as the identity",
+            ["method", "terrain", "meta lr", *LAYERS.values()],
+            rows,
+        )
     return figures
 
 
-def largest(one: Finished) -> dict[str, float]:
-    """Return the largest eigenvalue of P by layer, as last written for TensorBoard; NaN if it was not."""
+def extremes(one: Finished) -> Tensor:
+    """Return the smallest and the largest eigenvalue of P, (layers, 2), as last written for TensorBoard.
+
+    They are NaN where none was written.
+    """
     events = EventAccumulator(str(one.folder), purge_orphaned_data=False)
     events.Reload()
-    seen, found = events.Tags()["scalars"], dict.fromkeys(LAYERS, torch.nan)
-    for layer in LAYERS:
-        tag = f"eigenvalue_max/{layer}.weight"
-        if tag in seen:
-            found[layer] = max(events.Scalars(tag), key=lambda event: (event.step, event.wall_time)).value
+    seen, found = events.Tags()["scalars"], torch.full((len(LAYERS), 2), torch.nan)
+    for i, layer in enumerate(LAYERS):
+        for j, end in enumerate(("min", "max")):
+            tag = f"eigenvalue_{end}/{layer}.weight"
+            if tag in seen:
+                found[i, j] = max(events.Scalars(tag), key=lambda event: (event.step, event.wall_time)).value
     return found
 
 
@@ -179,10 +193,11 @@ def ended(runs: Sequence[Finished], what: str) -> Tensor:
     return torch.tensor([torch.nan if x is None else x for x in values], dtype=torch.float64)
 
 
-def late(runs: Sequence[Finished]) -> Tensor:
-    """Return the mean score of each run in the last part of its training; NaN if it has none."""
+def mean_score(runs: Sequence[Finished], part: float) -> Tensor:
+    """Return the mean score of each run in the last part of its training; NaN if it did not get there."""
     scores = [one.metrics()["score"] for one in runs]
-    return torch.stack([score[int((1 - LATE) * len(score)) :].mean() for score in scores])
+    late = torch.stack([score[int((1 - part) * len(score)) :].nanmean() for score in scores])
+    return late.where(ended(runs, "diverged") == 0, torch.nan)
 
 
 def steps_to(one: Finished) -> float:
@@ -196,9 +211,15 @@ def _known(value: float) -> float | None:
     return round(value, 2) if abs(value) < torch.inf else None
 
 
+def _digits(value: float) -> float | None:
+    return None if math.isnan(value) else float(f"{value:.3g}")
+
+
 def draw(out: Path, results: Results) -> None:
     figure = Figure(figsize=(12, 4.6), layout="constrained")
-    for axes, (terrain, by_method) in zip(figure.subplots(1, len(results)), results.items(), strict=True):
+    for axes, (terrain, by_method) in zip(
+        figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True
+    ):
         for name, runs in by_method.items():
             curve(axes, name, runs)
         axes.axhline(SOLVED, color="grey", linestyle=":", linewidth=1)
@@ -230,8 +251,13 @@ def curve(axes: Axes, name: Name, runs: Sequence[Finished]) -> None:
     axes.fill_between(at, found.low.tolist(), found.high.tolist(), color=colour, alpha=0.15, linewidth=0)
 
 
-def film_best(out: Path, results: Results) -> None:
-    """Write a moving picture of each terrain, and of the policy that walked it best in the end."""
+def film_best(out: Path, results: Results) -> dict[str, run.Figure]:
+    """Write a moving picture of each terrain, and of the policy of ours that walked it best in the end."""
+    figures: dict[str, run.Figure] = {}
     for terrain, by_method in results.items():
-        runs = [one for runs in by_method.values() for one in runs]
-        film(out / f"{terrain}.gif", max(runs, key=lambda one: one.result["walked"]))
+        ours = [one for name, runs in by_method.items() for one in runs if name != "adam-sb3"]
+        if ours:
+            best = max(ours, key=lambda one: one.result["walked"])
+            film(out / f"{terrain}.gif", best)
+            figures[f"{terrain}_film"] = f"{SHOWN[best.task.method][0]}, seed {best.task.seed}"
+    return figures

@@ -54,7 +54,8 @@ def test_the_command_writes_a_figure_tables_and_films(tmp_path, capsys, monkeypa
         assert summary[f"standard_{name}_steps_per_second"] > 0
         assert -200 < summary[f"elsewhere_{name}"] < 350
     assert "standard_fop_over_momentum_late" in summary
-    assert 1 < summary["standard_fop_largest_value"] < 10
+    assert 0 < summary["standard_fop_smallest_value"] <= 1 < summary["standard_fop_largest_value"] < 10
+    assert summary["rough_film"].endswith("seed 0")
     assert (tmp_path / "bipedal.png").stat().st_size > 10_000
     with Image.open(tmp_path / "rough.gif") as picture:
         picture.seek(1)  # there is a second frame
@@ -177,14 +178,25 @@ def test_the_size_of_p_is_the_last_that_was_written_even_if_a_run_was_resumed(tm
     for value in (2.0, 3.0):
         with SummaryWriter(str(tmp_path)) as writer:
             writer.add_scalar("eigenvalue_max/value.weight", value, 49)
-    found = gaits.largest(runs.Finished(None, tmp_path, {}))
-    assert found.pop("value") == 3
-    assert all(map(math.isnan, found.values()))
+    found = gaits.extremes(runs.Finished(None, tmp_path, {}))
+    assert found[3, 1] == 3
+    assert found.isnan().sum() == 7
 
 
-def test_late_policies_are_those_of_the_last_fifth(tmp_path):
-    (tmp_path / "metrics.csv").write_text("step,score\n" + "".join(f"{i},{i}\n" for i in range(10)))
-    assert gaits.late([runs.Finished(None, tmp_path, {})]).tolist() == [8.5]
+def test_late_scores_are_those_of_the_last_fifth_and_a_run_that_diverged_has_none(tmp_path):
+    scores = ["", "", *range(2, 10)]
+    (tmp_path / "metrics.csv").write_text(
+        "step,score\n" + "".join(f"{i},{x}\n" for i, x in enumerate(scores))
+    )
+    both = [runs.Finished(None, tmp_path, {"diverged": diverged}) for diverged in (False, True)]
+    assert gaits.mean_score(both, 0.2).nan_to_num(-1).tolist() == [8.5, -1]
+    assert gaits.mean_score(both, 1.0).nan_to_num(-1).tolist() == [5.5, -1]
+
+
+def test_a_pair_of_which_one_has_no_score_is_not_counted():
+    figures, said = gaits.compared(torch.tensor([1.0, torch.nan, -2.0]), "x")
+    assert figures == {"x": None, "x_low": None, "x_high": None, "x_p": None, "x_ahead": "1 of 2"}
+    assert said == "– (– to –; p –; 1 of 2)"
 
 
 def test_the_steps_to_a_return_are_those_at_which_the_best_policy_first_has_it(tmp_path):
@@ -203,3 +215,17 @@ def test_what_cannot_be_walked_or_learned_from_is_refused(changes, said):
         replace(TASK, **changes)
     with pytest.raises(ValueError, match="steps=100"):
         bipedal.Config(steps=100)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seeds": 0}, {"rough_seeds": -1}, {"methods": ("fop", "fop")}, {"methods": ()}]
+)
+def test_a_study_that_compares_nothing_or_the_same_twice_is_refused(changes):
+    with pytest.raises(ValueError, match=f"got .*{next(iter(changes))}="):
+        bipedal.Config(**changes)
+
+
+def test_a_terrain_without_seeds_is_left_out(tmp_path, capsys):
+    main(["bipedal", "--preset", "smoke", "--out", str(tmp_path), "--methods", "adam", "--rough-seeds", "0"])
+    assert "rough" not in (tmp_path / "tables.md").read_text()
+    assert sorted(path.name for path in tmp_path.glob("*.gif")) == ["standard.gif"]

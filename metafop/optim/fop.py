@@ -32,11 +32,12 @@ class FOP(Optimizer):
 
     `preconditioner` is "fop" (kernels `Spatial`, matrices `LowRank(4)`, vectors none), "fop-norm", "s-hd" (a
     rate for each tensor), "pp-hd" (one for each number), a family for all parameters, or a dict of families
-    by pattern of names. `preset="paper"` is Algorithm 1 to the letter. `meta_lr`, `order`, `credit` and
-    `scale_free` overrule the preset, and mean what they mean to `Online`. `interval` is how many steps are
-    taken for each that is learned from. `learn` may also name "lr" and "momentum"; what is learned of them
-    comes on top of what a scheduler sets (log lr, logit momentum). What starts at random starts from `seed`.
-    All but `preset`, `meta_optimizer` and `seed` can be set for each group. (docs/math.md, 26)
+    by pattern of names. `preset="paper"` is Algorithm 1 to the letter, with Adam to move M, as in the paper's
+    experiments. `meta_lr`, `order`, `credit` and `scale_free` overrule the preset, and mean what they mean to
+    `Online`. `interval` is how many steps are taken for each that is learned from. `learn` may also name "lr"
+    and "momentum"; what is learned of them comes on top of what a scheduler sets (log lr, logit momentum).
+    What starts at random starts from `seed`. All but `preset`, `meta_optimizer` and `seed` can be set for
+    each group. (docs/math.md, 26)
 
     >>> model = torch.nn.Linear(3, 1)
     >>> optimizer = metafop.optim.FOP(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
