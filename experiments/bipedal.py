@@ -13,7 +13,7 @@ from experiments.walk import RATES, Name, Terrain, Through, Walk
 
 @dataclass(frozen=True)
 class Config:
-    """The paper's figure: the return of the best policy so far, by steps, on two terrains.
+    """The paper's figure: the best score so far, by steps, on two terrains.
 
     PPO-Clip, with 40 hidden units in each of two layers that policy and value share; momentum, Adam, and FOP
     around momentum, at full rank on every layer, with the paper's learning rates. The landscape stays the
@@ -34,7 +34,7 @@ class Config:
     environments: int = 8  # side by side in each run
     landscape: int = 0  # seed of the terrains
     ppo: Settings = field(default_factory=Settings)
-    scored: int = 20  # the last episodes, whose mean return is the score of a policy
+    scored: int = 20  # the last episodes, whose mean return is a score
     through: Through = "optim"  # how the policy is improved; "functional" gives the same numbers
     workers: int = study.WORKERS  # runs side by side
     seed: int = 0  # the first

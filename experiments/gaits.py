@@ -19,13 +19,12 @@ from experiments.walk import META_RATES, RATES, Name, Terrain
 from experiments.walking import LOOKED_AT_EVERY
 
 SOLVED = 200.0  # return; a walk to the far end is worth about 300
+LATE = 0.2  # of the training, its end
 BASES: tuple[Name, ...] = ("momentum", "adam")  # that FOP is said to be ahead of
 LAYERS = {"hidden.0": "first", "hidden.2": "second", "mean": "actions", "value": "value"}
 SHOWN = {name: (look.label, look.colour) for name, look in LOOKS.items()}  # label and colour
 SHOWN["adam-sb3"] = ("Adam, Stable-Baselines3", "C6")
 SHOWN["fop-paper-1e-5"], SHOWN["fop-5e-4"] = ("FOP, printed rule at 1e-5", "C3"), ("FOP at 5e-4", "C9")
-
-LATE = 0.2  # of the training, its end
 
 Results = Mapping[Terrain, Mapping[Name, Sequence[Finished]]]
 
@@ -62,7 +61,7 @@ def report(out: Path, results: Results) -> dict[str, run.Figure]:
             figures |= {f"{key}_solved": solved, f"{key}_diverged": diverged}
             found[f"steps_to_{SOLVED:g}"] /= 1000
             cells = [f"{x:.0f}" if x.isfinite() else "–" for x in found.values()]
-            cells = [*cells[:6], f"{solved} of {len(runs)}", cells[6], str(diverged), *cells[7:]]
+            cells += [f"{solved} of {len(runs)}", str(diverged)]
             rows.append([SHOWN[name][0], f"{RATES[name]:g}", *cells])
         run.show(
             out,
@@ -70,12 +69,12 @@ def report(out: Path, results: Results) -> dict[str, run.Figure]:
             "policies walked. Best: the highest so far, in the end, median over seeds, with a 95 % bootstrap "
             "interval (of few seeds, their range). All, late: mean of all scores of the training, and of its "
             f"last {LATE:.0%}, mean over seeds. Walked: return of the policy kept at the highest score, in "
-            f"{EPISODES} episodes in the end, without noise, mean over seeds. Solved: runs with a score "
-            f"above {SOLVED:g}; steps: the median thousands of them until then. Walks, learns: steps of the "
-            "environments in a second of one core, to walk, and to learn too",
+            f"{EPISODES} episodes in the end, without noise, mean over seeds. Steps: thousands until a score "
+            f"is above {SOLVED:g}, median over seeds; solved: runs in which one is. Walks, learns: steps of "
+            "the environments in a second of one core, to walk, and to learn too",
             [
-                *("method", "lr", "best", "low", "high", "all", "late", "walked", "solved", "steps"),
-                *("diverged", "walks", "learns"),
+                *("method", "lr", "best", "low", "high", "all", "late", "walked", "steps", "walks", "learns"),
+                *("solved", "diverged"),
             ],
             rows,
         )
@@ -137,7 +136,7 @@ def report_elsewhere(out: Path, results: Results) -> dict[str, run.Figure]:
     run.show(
         out,
         "Elsewhere: BipedalWalker-v3 as gymnasium makes it, a new landscape for every episode of at most "
-        "1600 steps. Return of the best policy of each run on the standard terrain, mean over "
+        "1600 steps. Return of the policy kept by each run on the standard terrain, mean over "
         f"{EPISODES} episodes without noise; over seeds, and seed by seed; runs above {SOLVED:g}",
         ["method", "mean", "by seed", "solved"],
         rows,
@@ -225,14 +224,14 @@ def draw(out: Path, results: Results) -> None:
         axes.axhline(SOLVED, color="grey", linestyle=":", linewidth=1)
         axes.set_title(f"{terrain} terrain, {len(next(iter(by_method.values())))} seeds")
         axes.set_xlabel("steps of the environments (thousands)")
-        axes.set_ylabel("return of the best policy so far")
+        axes.set_ylabel("best mean return of successive episodes so far")
         axes.legend(fontsize="small")
     figure.suptitle("BipedalWalker by PPO: median over seeds; shaded, its 95 % bootstrap interval")
     figure.savefig(out / "bipedal.png", dpi=150)
 
 
 def curve(axes: Axes, name: Name, runs: Sequence[Finished]) -> None:
-    """Draw the best return so far, once every run has one; a run that diverged keeps its last.
+    """Draw the best score so far, once every run has one; a run that diverged keeps its last.
 
     Runs that never had one, because they diverged at once or saw too few episodes end, are left out.
     """

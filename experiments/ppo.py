@@ -14,7 +14,8 @@ from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from metafop import OnlineCarry, Seen, tree
+from metafop import Online, OnlineCarry, Seen, tree
+from metafop.optim import FOP
 from metafop.types import Meta, Params, Trains
 
 
@@ -94,6 +95,7 @@ class Batch(NamedTuple):
 
 
 Act = Callable[[Tensor], Outlook]
+Inspected = tuple[Trains, Meta, Params]  # with the last gradients
 
 
 @torch.no_grad()
@@ -152,6 +154,10 @@ class Learner(Protocol):
         """Take a step, and return the loss before it."""
         ...
 
+    def inspect(self) -> Inspected | None:
+        """Return what is learned of how to learn, if anything is, as `Logger.diagnostics` takes it."""
+        ...
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -161,7 +167,7 @@ class Ordinary:
     """A policy improved by an optimizer of torch's form, such as `metafop.optim.FOP`."""
 
     def __init__(self, policy: Policy, optimizer: Optimizer, settings: Settings) -> None:
-        self._policy, self.optimizer, self._settings = policy, optimizer, settings
+        self._policy, self._optimizer, self._settings = policy, optimizer, settings
 
     @property
     def params(self) -> Params:
@@ -171,19 +177,22 @@ class Ordinary:
         return self._policy(observations)
 
     def learn(self, batch: Batch) -> Tensor:
-        self.optimizer.zero_grad()
+        self._optimizer.zero_grad()
         value = loss(self._policy, batch, self._settings)
         value.backward()
         clip_grad_norm_(self._policy.parameters(), self._settings.max_norm)
-        self.optimizer.step()
+        self._optimizer.step()
         return value.detach()
 
+    def inspect(self) -> Inspected | None:
+        return self._optimizer.inspect() if isinstance(self._optimizer, FOP) else None
+
     def state_dict(self) -> dict[str, Any]:
-        return {"policy": self._policy.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"policy": self._policy.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._policy.load_state_dict(state["policy"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.load_state_dict(state["optimizer"])
 
 
 class Functional:
@@ -215,6 +224,11 @@ class Functional:
         self._carry = OnlineCarry(**new._asdict() | {"meta_opt": self._carry.meta_opt}) if turn else new
         self._step += 1
         return seen.value
+
+    def inspect(self) -> Inspected | None:
+        if not isinstance(self._trains, Online):
+            return None
+        return self._trains.training, self._carry.meta, self._carry.last_seen.grads
 
     def state_dict(self) -> dict[str, Any]:
         return {"carry": tree.named(self._carry), "step": self._step}

@@ -52,7 +52,7 @@ class Walk:
     environments: int
     ppo: Settings
     through: Through
-    scored: int = 20  # the last episodes, whose mean return is the score of the policy that walked the last
+    scored: int = 20  # the last episodes, whose mean return is a score
 
     def __post_init__(self) -> None:
         at_once = self.environments * self.ppo.horizon

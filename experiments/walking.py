@@ -18,7 +18,6 @@ from experiments.strolls import OTHERS, mean_return
 from experiments.walk import Walk
 from experiments.walker import Walkers
 from metafop import tree
-from metafop.optim import FOP
 from metafop.tensorboard import Logger
 
 LOOKED_AT_EVERY = 50  # improvements, for what FOP has learned
@@ -116,9 +115,9 @@ class Walking:
         }
 
     def _look(self, logger: Logger) -> None:
-        optimizer = self.learner.optimizer if isinstance(self.learner, ppo.Ordinary) else None
-        if isinstance(optimizer, FOP) and not self._diverged:
-            logger.diagnostics(self._iteration - 1, *optimizer.inspect())
+        found = None if self._diverged else self.learner.inspect()
+        if found is not None:
+            logger.diagnostics(self._iteration - 1, *found)
 
     def _copied(self) -> dict[str, Any]:
         return {"policy": tree.copy(self.learner.params), "scales": self._scales.state_dict()}

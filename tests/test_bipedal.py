@@ -44,6 +44,14 @@ def test_a_run_killed_at_ten_random_moments_ends_with_the_bits_of_an_undisturbed
     assert_kills_change_no_bit(replace(TASK, through=through), tmp_path)
 
 
+@pytest.mark.parametrize("through", ["optim", "functional"])
+def test_what_fop_has_learned_is_written_for_tensorboard(through, tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.walking.LOOKED_AT_EVERY", 2)
+    [one] = study.carry_out([replace(TASK, through=through)], tmp_path, workers=1)
+    found = gaits.extremes(one)
+    assert (found[:, 0] < found[:, 1]).all()
+
+
 def test_the_command_writes_a_figure_tables_and_films(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("experiments.walking.LOOKED_AT_EVERY", 2)
     main(["bipedal", "--preset", "smoke", "--out", str(tmp_path), "--methods", "momentum", "adam-sb3", "fop"])

@@ -16,7 +16,7 @@ from experiments.ppo import Batch, Outlook, Rollout, Settings
 from experiments.walk import RATES, Walk, ordinary
 from experiments.walking import Walking
 from experiments.walking_peer import NAMES, PeerWalking
-from metafop.optim import FOP
+from metafop import tree
 from metafop.tensorboard import Logger
 
 SETTINGS = Settings(horizon=32, epochs=2)
@@ -109,6 +109,11 @@ def test_a_policy_improves_alike_through_torch_and_through_the_pure_core(method,
     same = assert_near if method == "adam" else assert_same_bits
     tolerance = (1e-9,) if method == "adam" else ()
     same(one.learner.params, other.learner.params, *tolerance)
+    learned, also = one.learner.inspect(), other.learner.inspect()
+    assert (learned is None) == (also is None) == (method in ("adam", "momentum"))
+    if learned is not None and also is not None:
+        assert_same_bits(tree.named(learned[1].precond), tree.named(also[1].precond))
+        assert_same_bits(learned[2], {name: also[2][name] for name in learned[2]})
     started = task.policy().state_dict()
     assert not torch.equal(one.learner.params["mean.weight"], started["mean.weight"])
 
@@ -135,8 +140,9 @@ def test_fop_has_full_rank_on_every_layer():
     learner = ordinary(TASK)
     rows = ppo.Batch(*[torch.zeros(32, n).squeeze(-1) for n in (24, 4, 1, 1, 1)])
     learner.learn(rows._replace(advantages=torch.arange(32.0)))
-    assert isinstance(learner.optimizer, FOP)
-    _, meta, _ = learner.optimizer.inspect()
+    found = learner.inspect()
+    assert found is not None
+    _, meta, _ = found
     assert {name: m.shape for name, m in meta.precond.items() if isinstance(m, torch.Tensor)} == {
         "hidden.0.weight": (24, 24),
         "hidden.2.weight": (40, 40),

@@ -32,12 +32,11 @@ class FOP(Optimizer):
 
     `preconditioner` is "fop" (kernels `Spatial`, matrices `LowRank(4)`, vectors none), "fop-norm", "s-hd" (a
     rate for each tensor), "pp-hd" (one for each number), a family for all parameters, or a dict of families
-    by pattern of names. `preset="paper"` is Algorithm 1 to the letter, with Adam to move M, as in the paper's
-    experiments. `meta_lr`, `order`, `credit` and `scale_free` overrule the preset, and mean what they mean to
-    `Online`. `interval` is how many steps are taken for each that is learned from. `learn` may also name "lr"
-    and "momentum"; what is learned of them comes on top of what a scheduler sets (log lr, logit momentum).
-    What starts at random starts from `seed`. All but `preset`, `meta_optimizer` and `seed` can be set for
-    each group. (docs/math.md, 26)
+    by pattern of names. `preset="paper"` is Algorithm 1 to the letter, with Adam for M. `meta_lr`, `order`,
+    `credit` and `scale_free` overrule the preset, and mean what they mean to `Online`. `interval` is how many
+    steps are taken for each learned from. `learn` may also name "lr" and "momentum"; what is learned is on
+    top of what a scheduler sets (log lr, logit momentum). What starts at random starts from `seed`. All but
+    `preset`, `meta_optimizer` and `seed` can be set for each group. (docs/math.md, 26)
 
     >>> model = torch.nn.Linear(3, 1)
     >>> optimizer = metafop.optim.FOP(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -139,8 +138,7 @@ class FOP(Optimizer):
         steers = {name: self._used(name) for name in ("lr", "momentum") if name in self.defaults}
         training = Training(_no_loss, SGD(), {name: plan.family for name, (_, plan) in taken.items()})
         grads = {name: p.grad.detach() for name, (p, _) in taken.items() if p.grad is not None}
-        meta = Meta(steers, precond)
-        return training, meta, grads if len(grads) == len(taken) else {}
+        return training, Meta(steers, precond), grads if len(grads) == len(taken) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, of this optimizer or of its base alone; refuse another model's."""
