@@ -1,9 +1,11 @@
 """What a training refuses at its door: one sentence each, with the object, the value and the remedy."""
 
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Generator, Tensor, nn
 
 from metafop import tree
@@ -115,3 +117,63 @@ def same_tree(meta: Meta, carry: Carry) -> None:
             f"The parameters are {sorted(carry.params)}, but meta was made for {sorted(meta.precond)}. "
             "The tree of parameters must not change: make a new meta with training.meta(params, ...)."
         )
+
+
+def depends(value: Tensor) -> None:
+    """Refuse a loss that does not depend on the parameters it is given: its gradient would be zero."""
+    if not torch.compiler.is_compiling() and not tree.is_tracked(value):
+        raise ValueError(
+            "The loss does not depend on the parameters that it is given, so that training would not move. "
+            "Compute it from these, not from a module or tensors that it closes over: "
+            "functional.from_module makes a loss of a module."
+        )
+
+
+def versions(params: Params) -> dict[str, int]:
+    """Return how often each parameter was written into, for `unwritten`; torch.compile cannot follow that."""
+    return {} if torch.compiler.is_compiling() else {k: p._version for k, p in params.items()}
+
+
+def unwritten(params: Params, versions: Mapping[str, int]) -> None:
+    """Refuse a loss that has written into the parameters since they had these versions."""
+    for name, version in versions.items():
+        if params[name]._version != version:
+            raise ValueError(
+                f"The loss writes into the parameter {name!r} that it is given, as an embedding with max_norm "
+                "does. Compute new tensors instead."
+            )
+
+
+def explain(error: RuntimeError) -> None:
+    """Raise a sentence in place of torch's error, if it is a known one."""
+    for pattern, sentence in _KNOWN.items():
+        if found := re.search(pattern, str(error)):
+            raise NotImplementedError(sentence.format(*found.groups())) from error
+
+
+# What torch says when torch.func cannot do something, and what is to be done about it.
+_KNOWN = {
+    r"derivative for '?(?:aten::)?_?(\w+?)(?:_backward)?'? is not implemented": (
+        "torch has no second derivative of {0}, which the loss uses and an unrolled hypergradient needs. "
+        "Write it out in other operations (an embedding bag is a mean of embeddings, cdist the norm of "
+        "x[:, None] - y), or use evolution."
+    ),
+    r"saved tensor hooks": (
+        "The loss uses torch.utils.checkpoint, or other hooks on saved tensors, which torch.func cannot "
+        "follow. Call the module without it: an Adjoint keeps no graph longer than a step."
+    ),
+    r"must override the setup_context": (
+        "The loss uses a torch.autograd.Function without setup_context, as torch.utils.checkpoint with "
+        "use_reentrant=True does, which torch.func cannot follow. Give the function a setup_context, or "
+        "write it in torch's operations."
+    ),
+    r"Cannot access data pointer of Tensor that doesn't have storage": (
+        "The loss uses an operation that reads memory behind torch.func, such as packing sequences "
+        "(PackedSequence) or numpy(). Pad sequences and mask what is beyond their end, and compute with "
+        "torch's operations."
+    ),
+    r"random operation while in randomness error mode": (
+        "The loss draws random numbers, which vmap refuses: they would be others whenever a step is taken "
+        "again. Pass seeded=True to functional.from_module or functional.plain."
+    ),
+}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Generator, Tensor
 from torch.func import grad_and_value
 
@@ -75,10 +76,18 @@ class Training:
         def objective(params: Params) -> tuple[Tensor, Buffers]:
             result = self.loss(params, carry.buffers, batch)
             checks.returned(result, carry.buffers)
+            checks.depends(result[0])
             return result
 
-        grads, (value, buffers) = grad_and_value(objective, has_aux=True)(carry.params)
-        return Seen(value, grads, {k: buffers[k].detach() for k in carry.buffers})
+        versions = checks.versions(carry.params)
+        try:
+            grads, (value, buffers) = grad_and_value(objective, has_aux=True)(carry.params)
+        except RuntimeError as error:
+            checks.explain(error)
+            raise
+        checks.unwritten(carry.params, versions)
+        seen = Seen(value, grads, {k: buffers[k].detach() for k in carry.buffers})
+        return _unrecorded(seen, (carry.params, batch))
 
     def advance(self, meta: Meta, carry: Carry, seen: Seen) -> tuple[Carry, Info]:
         checks.same_tree(meta, carry)
@@ -138,3 +147,14 @@ class Training:
 
 
 _IDENTITY = Identity()
+
+
+def _unrecorded(seen: Seen, given: Tree) -> Seen:
+    """Return what was seen without what torch.autograd recorded, unless of tensors that the loss was given.
+
+    A tensor that a loss closes over and that requires a gradient would otherwise keep the graphs of all steps.
+    """
+    if not seen.value.requires_grad or tree.is_transforming():
+        return seen
+    recorded = any(isinstance(x, Tensor) and x.requires_grad for x in tree.leaves(given))
+    return seen if recorded else tree.map(torch.detach, seen)

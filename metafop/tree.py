@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_gradtrackingtensor, peek_interpreter_stack
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
+    peek_interpreter_stack,
+)
 from torch.func import vjp
 from torch.utils import _pytree as pytree
 
@@ -133,6 +141,18 @@ def is_concrete(x: Tensor) -> bool:
 def is_transforming() -> bool:
     """Return whether this code runs inside `vmap`, `grad` or another transform of torch.func."""
     return peek_interpreter_stack() is not None
+
+
+def is_differentiating() -> bool:
+    """Return whether this code runs inside a transform that takes a derivative: any but `vmap`."""
+    return any(level.key() != TransformType.Vmap for level in get_interpreter_stack() or ())
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """Return the numbers beneath all transforms: under `vmap` those of the whole batch."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
 
 
 def _children(x: Tree) -> Iterable[tuple[str, Tree]]:

@@ -1,19 +1,21 @@
 """Derivatives of training in what steers it: of the last step, or of many."""
 
 from metafop.hypergradients.adjoint import Adjoint, adjoint
-from metafop.hypergradients.autograd import autograd
+from metafop.hypergradients.autograd import Autograd, autograd
 from metafop.hypergradients.evolution import Evolution, EvolutionCarry, evolution
 from metafop.hypergradients.forward import Forward, ForwardCarry, forward
 from metafop.hypergradients.one_step import by_autograd, closed_form
-from metafop.hypergradients.reversible import reversible
+from metafop.hypergradients.reversible import ReversibleAdjoint, reversible
 from metafop.hypergradients.truncated import Truncated
 
 __all__ = [
     "Adjoint",
+    "Autograd",
     "Evolution",
     "EvolutionCarry",
     "Forward",
     "ForwardCarry",
+    "ReversibleAdjoint",
     "Truncated",
     "adjoint",
     "autograd",

@@ -12,20 +12,25 @@ import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.hypergradients.compiling import Formed, Leaves, Same
+from metafop.hypergradients.compiling import Formed, Leaves
 from metafop.hypergradients.findings import findings
+from metafop.hypergradients.first_look import first_look
 from metafop.hypergradients.layout import channels_last, takes_channels_last
+from metafop.hypergradients.missed import Missed
+from metafop.hypergradients.per_training import PerTraining
+from metafop.hypergradients.repeated import check_repeated, rounding
 from metafop.hypergradients.schedule import Schedule
 from metafop.hypergradients.unroll import (
     Cotangent,
     Over,
+    Skip,
     apart,
     batch_at,
-    forward_fails,
+    check_skip,
+    estimating,
     horizon,
     looks_at_value,
     outer_pull,
-    unfused,
 )
 from metafop.hypergradients.walk import Walk, compiled_walk, walk_of
 from metafop.types import Batch, Batches, Estimate, Meta, OuterLoss, Trains
@@ -51,6 +56,9 @@ class Adjoint:
     them so.
     `over` is how the gradient is differentiated, in "reverse", faster as a rule, or "forward". Where torch
     cannot do it forward, a note says so and it is done in reverse.
+    `skip` names checks to leave out: "repeat", that what is taken again comes out the same; "hessian", that
+    torch's second derivative is that of the gradient; "buffers", that no derivative is missed through them;
+    "compiled", that what is compiled gives the same numbers.
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
@@ -65,8 +73,10 @@ class Adjoint:
     memory: int | None = None
     compile: bool = False
     over: Over = "reverse"
+    skip: Skip = ()
 
     def __post_init__(self) -> None:
+        check_skip("Adjoint", self.skip)
         for name, value, options in (
             ("keep", self.keep, (None, *get_args(Keep))),
             ("over", self.over, get_args(Over)),
@@ -86,9 +96,14 @@ class Adjoint:
                 "Adjoint(compile=True) was called inside vmap, grad or another transform of torch.func, "
                 "which cannot see into what is compiled. Call it outside, or with compile=False."
             )
-        steps, (meta, carry) = horizon(training, meta, carry, batches), apart((meta, carry))
-        first = batch_at(batches, 0)
-        over, notes = self._over(training, carry, first)
+        with estimating():
+            return self._estimate(training, outer_loss, *apart((meta, carry)), batches)
+
+    def _estimate(
+        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
+    ) -> Estimate:
+        steps, first = horizon(training, meta, carry, batches), batch_at(batches, 0)
+        look = first_look(training, self.over, self.skip, carry, first)
         looks = looks_at_value(training, meta, carry)
         (meta_leaves, meta_structure), (start, structure) = tree.flatten(meta), tree.flatten(carry)
         if self.compile:
@@ -96,8 +111,10 @@ class Adjoint:
 
         @cache
         def walk(batch_structure: tree.Structure) -> Walk:
-            settings = (meta_structure, structure, batch_structure, over, looks)
-            return compiled_walk(Same(training), *settings) if self.compile else walk_of(training, *settings)
+            settings = (meta_structure, structure, batch_structure, look.over, looks)
+            if not self.compile:
+                return walk_of(training, *settings)
+            return compiled_walk(training, (*settings, "compiled" not in self.skip))
 
         # Only a compiled step back can leave out a gradient that was kept.
         gradient = tree.size(carry.params) if self.compile else 0
@@ -107,26 +124,15 @@ class Adjoint:
             value, cotangent = outer_pull(outer_loss, tree.unflatten(leaves, structure))
             return value, [x.contiguous() for x in cotangent]  # as a step back returns it: compiled once
 
-        lay = channels_last if self.compile and takes_channels_last(training, carry, first) else list
-        sweep = _Sweep(walk, outer, meta_leaves, batches, schedule, lay, keeps_seen=self.compile)
-        with unfused():
+        lay = channels_last if self.compile and _takes_channels_last(training, carry, first) else list
+        missed = Missed(training, carry, steps, self.skip)
+        sweep = _Sweep(walk, outer, meta_leaves, batches, schedule, lay, structure, missed, self)
+        with look.operations():
             sweep.back(start, self._budget(schedule, steps))
             value, after = sweep.value, tree.unflatten(sweep.last, structure)
-            grads = tree.unflatten(sweep.grads, meta_structure)
-            info = findings(
-                training, outer_loss, batches, carry, after, value, grads, sweep.values, sweep.sizes[::-1]
-            )
-        return Estimate(value, grads, after, info | {"notes": notes + info["notes"]})
-
-    def _over(self, training: Trains, carry: Any, batch: Batch) -> tuple[Over, tuple[str, ...]]:
-        """Return the way to differentiate that the model supports, and what to say of it."""
-        if self.over == "reverse" or not forward_fails(training, carry, batch):
-            return self.over, ()
-        with unfused():
-            reason = forward_fails(training, carry, batch)
-        if reason:
-            return "reverse", (reason,)
-        return "forward", ("Attention was computed unfused: torch's fused one has no second derivative.",)
+            notes = (*look.notes, missed.note(outer_loss, after))
+        grads = tree.unflatten(sweep.grads, meta_structure)
+        return Estimate(value, grads, after, findings(value, grads, sweep.values, sweep.sizes[::-1], notes))
 
     def _budget(self, schedule: Schedule, steps: int) -> int:
         """Return the bytes of carries to keep, or refuse a horizon that does not fit into the memory."""
@@ -152,12 +158,22 @@ adjoint = Adjoint()
 _BESIDES = 3  # carries held besides those that wait: the last one, and λ before and after a step
 
 
+_channels_last = PerTraining(lambda training, _, *args: takes_channels_last(training, *args))
+
+
+def _takes_channels_last(training: Trains, carry: Any, batch: Batch) -> bool:
+    """Return `takes_channels_last`, found once for a training and batches of a shape."""
+    shapes = tuple(x.shape if isinstance(x, Tensor) else None for x in tree.leaves(batch))
+    return _channels_last(training, shapes, carry, batch)
+
+
 class _Sweep:
     """Sweeps back over an unroll within a budget, going ahead again from carries that were kept."""
 
     value: Tensor  # the outer loss, once the end is reached
     last: Leaves  # the carry there
     cotangent: Cotangent  # ∂value/∂carry, where the sweep back is
+    slack: float  # by how much a loss may differ between the kernels of steps ahead and back
 
     def __init__(
         self,
@@ -167,10 +183,13 @@ class _Sweep:
         batches: Batches,
         schedule: Schedule,
         lay: Callable[[Leaves], Leaves],
-        keeps_seen: bool,
+        structure: tree.Structure,
+        missed: Missed,
+        settings: Adjoint,
     ) -> None:
         self.walk, self.outer, self.meta, self.batches = walk, outer, meta, batches
-        self.schedule, self.lay, self.keeps_seen = schedule, lay, keeps_seen
+        self.schedule, self.lay, self.structure, self.missed = schedule, lay, structure, missed
+        self.keeps_seen, self.repeats = settings.compile, "repeat" not in settings.skip
         self.grads = [torch.zeros_like(x) for x in meta]  # ∂value/∂meta, so far
         self.values: list[Tensor] = []  # the loss that each step saw, from the first
         self.sizes: list[Tensor] = []  # ‖λ_t‖, from the last
@@ -195,37 +214,55 @@ class _Sweep:
 
     def _back_kept(self, start: int, stop: int, carry: Leaves) -> None:
         """Go ahead from `start` keeping everything, then back from `stop`."""
-        kept, carry = self._keep(start, stop, carry)
+        kept, carry, first = self._keep(start, stop, carry)
         if stop == len(self.batches):
             self.last, (self.value, self.cotangent) = carry, self.outer(carry)
             self.sizes.append(tree.norm(self.cotangent))
+            self.slack = rounding(self.values) if self.keeps_seen else 0.0
         del carry  # or it would be held all the way back
         for t in reversed(range(start, stop)):
             before, seen = kept.pop()
             batch, walk = self._at(t)
-            self.grads, self.cotangent, size = walk.back(
+            self.grads, self.cotangent, size, again = walk.back(
                 self.meta, before, batch, self.grads, self.cotangent, seen
             )
             self.sizes += size
+            self._check(t, first or [self.values[t]], again, self.slack)
+            first = []
 
-    def _keep(self, start: int, stop: int, carry: Leaves) -> tuple[list[tuple[Leaves, Leaves]], Leaves]:
-        """Go ahead, and return what each step back needs, and the carry in the end."""
-        kept = []
+    def _keep(
+        self, start: int, stop: int, carry: Leaves
+    ) -> tuple[list[tuple[Leaves, Leaves]], Leaves, Leaves]:
+        """Go ahead, and return what each step back needs, the carry in the end, and what its step saw."""
+        kept, seen = [], []
         for t in range(start, stop):
             if t == stop - 1 < len(self.batches) - 1 and not self.keeps_seen:
                 kept.append((carry, []))  # where this step leads is known
-                break
+                return kept, carry, []
             after, seen = self._step(carry, t)
             kept.append((carry, seen if self.keeps_seen else []))
             carry = after
-        return kept, carry
+        return kept, carry, seen
 
     def _step(self, carry: Leaves, t: int) -> tuple[Leaves, Leaves]:
         batch, walk = self._at(t)
-        carry, seen = walk.ahead(self.meta, carry, batch)
-        if t == len(self.values):
-            self.values.append(seen[0])
-        return carry, seen
+        after, seen = walk.ahead(self.meta, carry, batch)
+        if t < len(self.values):
+            self._check(t, [self.values[t]], seen)
+            return after, seen
+        self.values.append(seen[0])
+        if t in self.missed.steps:
+
+            def evaluate(other: Any) -> Tensor:
+                return walk.ahead(self.meta, tree.leaves(other), batch)[1][0]
+
+            here = tree.unflatten(carry, self.structure)
+            self.missed.at(t, here, batch_at(self.batches, t), seen[0], evaluate)
+        return after, seen
+
+    def _check(self, t: int, first: Leaves, again: Leaves, slack: float = 0.0) -> None:
+        if self.repeats:
+            check_repeated(t, first, again, slack)
 
     def _at(self, t: int) -> tuple[Leaves, Walk]:
         """Return the leaves of a batch, and the functions for batches of its structure."""
@@ -235,5 +272,10 @@ class _Sweep:
             raise TypeError(
                 f"Adjoint(compile=True) takes batches of tensors, got {others[0]!r} in that of step {t}. "
                 "Wrap it: torch.tensor(...)."
+            )
+        if self.keeps_seen and any(x is not None and x.layout != torch.strided for x in batch):
+            raise TypeError(
+                f"Adjoint(compile=True) takes dense batches, got a sparse tensor in that of step {t}. "
+                "Pass its to_dense(), or compile=False."
             )
         return self.lay(batch), self.walk(structure)

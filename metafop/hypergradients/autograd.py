@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -10,35 +11,71 @@ from torch.func import grad_and_value
 from metafop import tree
 from metafop.hypergradients.adjoint import adjoint
 from metafop.hypergradients.findings import findings
+from metafop.hypergradients.first_look import first_look
+from metafop.hypergradients.missed import Missed
+from metafop.hypergradients.repeated import check_repeated
 from metafop.hypergradients.unroll import (
+    Skip,
     apart,
     batch_at,
     check_dependence,
+    check_skip,
+    estimating,
     held,
     horizon,
     outer_value,
-    unfused,
 )
 from metafop.types import Batches, Estimate, Meta, OuterLoss, Trains
 
 
-def autograd(training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches) -> Estimate:
-    """Return ∂ outer_loss(step(meta, … step(meta, carry, batches[0]) …)) / ∂meta, by torch.func.grad."""
-    steps, (meta, carry) = horizon(training, meta, carry, batches), apart((meta, carry))
+@dataclass(frozen=True)
+class Autograd:
+    """∂ outer_loss(step(meta, … step(meta, carry, batches[0]) …)) / ∂meta, by torch.func.grad.
 
-    def unrolled(meta: Meta) -> tuple[Tensor, tuple[Any, list[Tensor]]]:
-        now, values = carry, []
-        for t in range(steps):
-            seen = training.evaluate(held(now), batch_at(batches, t))
-            now, _ = training.advance(meta, held(now), seen)
-            values.append(seen.value)
-        value = outer_value(outer_loss, held(now))
-        check_dependence(tree.is_tracked(value))
-        return value, (now, values)
+    `skip` names checks to leave out, as for `Adjoint`.
+    """
 
-    with unfused():
-        grads, (value, (after, values)) = grad_and_value(unrolled, has_aux=True)(meta)
-        info = findings(training, outer_loss, batches, carry, after, value, grads, values)
-    if not tree.is_transforming() and info["overflow"] == 0:  # a graph does not tell where it overflowed
-        info = adjoint(training, outer_loss, meta, carry, batches).info
-    return Estimate(value, grads, after, info)
+    skip: Skip = ()
+
+    def __post_init__(self) -> None:
+        check_skip("Autograd", self.skip)
+
+    def __call__(
+        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
+    ) -> Estimate:
+        with estimating():
+            return self._estimate(training, outer_loss, *apart((meta, carry)), batches)
+
+    def _estimate(
+        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
+    ) -> Estimate:
+        steps, first = horizon(training, meta, carry, batches), batch_at(batches, 0)
+        look = first_look(training, "reverse", self.skip, carry, first)
+        missed = Missed(training, carry, steps, self.skip)
+
+        def unrolled(meta: Meta) -> tuple[Tensor, tuple[Any, list[Tensor], dict[int, Any]]]:
+            now, values, looked_at = carry, [], {}
+            for t in range(steps):
+                if t in missed.steps:
+                    looked_at[t] = now
+                seen = training.evaluate(held(now), batch_at(batches, t))
+                now, _ = training.advance(meta, held(now), seen)
+                values.append(seen.value)
+            value = outer_value(outer_loss, held(now))
+            check_dependence(tree.is_tracked(value))
+            return value, (now, values, looked_at)
+
+        with look.operations():
+            unroll = grad_and_value(unrolled, has_aux=True)
+            grads, (value, (after, values, looked_at)) = apart(unroll(meta))
+            if "repeat" not in self.skip:
+                check_repeated(0, values[:1], [training.evaluate(carry, first).value])
+            for t, now in looked_at.items():
+                missed.at(t, now, batch_at(batches, t), values[t])
+            info = findings(value, grads, values, notes=(*look.notes, missed.note(outer_loss, after)))
+        if not tree.is_transforming() and info["overflow"] == 0:  # a graph does not tell where it overflowed
+            info = adjoint(training, outer_loss, meta, carry, batches).info
+        return Estimate(value, grads, after, info)
+
+
+autograd = Autograd()

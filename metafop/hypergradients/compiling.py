@@ -10,27 +10,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-T = TypeVar("T")
+from metafop.hypergradients.agreement import check_agreement
+from metafop.hypergradients.operations import WrittenOut
+
 Leaves = list[Any]  # tensors, and None where a batch has none
-
-
-class Same(Generic[T]):
-    """Equal to another only if both hold the very same object: a key for what cannot be hashed."""
-
-    def __init__(self, value: T) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 @dataclass(frozen=True, eq=False)  # one object for each form, so that two are compared at once
@@ -58,11 +48,12 @@ class Formed(list):
 class Compiled:
     """A pure function from lists of leaves to lists of leaves, compiled once for each form of these.
 
-    All else that it sees, a training or a number, is compiled in and must stay what it is.
+    All else that it sees, a training or a number, is compiled in and must stay what it is. What is built is
+    compared once with the function itself, if it is to be `checked`.
     """
 
-    def __init__(self, function: Callable[..., tuple[Leaves, ...]]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., tuple[Leaves, ...]], checked: bool) -> None:
+        self.function, self.checked = function, checked
         self.built: dict[tuple, _Built] = {}
 
     @torch.no_grad()  # what the function closes over may require a gradient, and would leave a graph
@@ -75,7 +66,12 @@ class Compiled:
                     f"A step was compiled for {_LIMIT} forms of batches, and there comes another. "
                     "Bring batches to a few shapes, or pass compile=False."
                 )
-            self.built[key] = _build(self.function, formed)
+            with WrittenOut():
+                built = _build(self.function, formed)
+                if self.checked:
+                    with torch.enable_grad():  # as steps that are not compiled are taken
+                        check_agreement(built(formed), self.function, formed)
+            self.built[key] = built
         return self.built[key](formed)
 
 
@@ -111,9 +107,22 @@ def _build(function: Callable[..., tuple[Leaves, ...]], groups: list[Formed]) ->
             "A step whose Python looks at the values of tensors cannot be compiled. "
             "Use torch.where in the loss, or compile=False."
         ) from error
+    _refuse_random(graph)
     run: Any = torch._inductor.compile(graph, examples, _OPTIONS)
     del examples  # as large as all that a step takes
     return _Built(run, tuple(Formed(leaves).form for leaves in _cut(run(*_tensors(groups)), sizes)))
+
+
+def _refuse_random(graph: GraphModule) -> None:
+    """Refuse random numbers: what is compiled would draw others at each call."""
+    drawn = (node.target for node in graph.graph.nodes if node.op == "call_function")
+    for operation in drawn:
+        if torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()):
+            raise ValueError(
+                f"The loss draws random numbers ({operation}), and a compiled step would draw others whenever "
+                "it is taken again. Pass seeded=True to functional.from_module or functional.plain, or pass "
+                "the numbers with the batch."
+            )
 
 
 # Kernels are called from C++. Data keep their layout: torch's compiler would turn those of each convolution

@@ -13,7 +13,8 @@ from torch.func import vmap
 
 from metafop import parts, tree
 from metafop.hypergradients.forward import learned_leaves, left_out
-from metafop.hypergradients.unroll import batch_at, check_dependence, horizon, outer_value, unfused
+from metafop.hypergradients.operations import WrittenOut
+from metafop.hypergradients.unroll import batch_at, check_dependence, estimating, horizon, outer_value
 from metafop.types import Batches, Domain, Estimate, Meta, OuterLoss, Trains
 
 
@@ -104,7 +105,7 @@ class Evolution:
             return outer_value(outer_loss, carry), carry, torch.stack(values)
 
         both = {name: torch.cat([x, -x]) for name, x in noise.items()}
-        with unfused():  # nor has fused attention a rule for vmap
+        with estimating(), WrittenOut():  # nor has fused attention a rule for vmap
             (losses, carries, values), slow = _for_each(unrolled, both, carry.carries)
         check_dependence(bool((losses != losses[0]).any()))
 

@@ -12,16 +12,20 @@ from torch.func import jvp, vjp, vmap
 
 from metafop import parts, tree
 from metafop.hypergradients.findings import findings
+from metafop.hypergradients.first_look import first_look
+from metafop.hypergradients.missed import Missed
+from metafop.hypergradients.repeated import check_repeated, rounding
 from metafop.hypergradients.unroll import (
     Cotangent,
     Over,
+    Skip,
     apart,
     batch_at,
-    forward_fails,
+    check_skip,
+    estimating,
     held,
     horizon,
     outer_pull,
-    unfused,
 )
 from metafop.types import Batch, Batches, Estimate, Meta, OuterLoss, Params, Seen, Trains
 
@@ -52,7 +56,7 @@ class Forward:
     From `forward.init(carry)` it goes on from window to window: each estimate is the derivative through all
     steps so far. If meta moves in between, this is real-time recurrent learning: Ċ adds up what every step
     did with the meta of its time. From a plain carry, Ċ starts at zero. `info["tangents"]` holds the norms of
-    Ċ_0 … Ċ_T.
+    Ċ_0 … Ċ_T. `skip` names checks to leave out, as for `Adjoint`.
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
@@ -65,8 +69,10 @@ class Forward:
     """
 
     learn: tuple[str, ...] | None = None
+    skip: Skip = ()
 
     def __post_init__(self) -> None:
+        check_skip("Forward", self.skip)
         if self.learn is not None:
             parts.check("Forward", self.learn)
 
@@ -76,28 +82,42 @@ class Forward:
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
-        goes_on, (meta, carry) = isinstance(carry, ForwardCarry), apart((meta, carry))
-        start, tangents = carry if goes_on else self.init(carry)
-        steps = horizon(training, meta, start, batches)
+        goes_on = isinstance(carry, ForwardCarry)
+        with estimating():
+            estimate = self._estimate(training, outer_loss, *apart((meta, carry)), batches)
+        return estimate if goes_on else estimate._replace(carry=estimate.carry.carry)
+
+    def _estimate(
+        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
+    ) -> Estimate:
+        start, tangents = carry if isinstance(carry, ForwardCarry) else self.init(carry)
+        steps, first = horizon(training, meta, start, batches), batch_at(batches, 0)
         learned = learned_leaves("Forward", self.learn, meta)
         tangents = _fitting(tangents, start, learned)
         after, sizes = start, tree.norm(tangents)[None]
         values = tangents[0].new_zeros(0)
-        with unfused():
-            reason = forward_fails(training, start, batch_at(batches, 0))
-            step = _StepAhead(training, meta, learned, _ways(learned), "reverse" if reason else "forward")
+        look = first_look(training, "forward", self.skip, start, first)
+        missed = Missed(training, start, steps, self.skip)
+        step = _StepAhead(training, meta, learned, _ways(learned), look.over)
+        with look.operations():
             for t in range(steps):
-                after, value, tangents = step(after, batch_at(batches, t), tangents)
+                batch, before = batch_at(batches, t), after
+                after, value, tangents = apart(step(before, batch, tangents))
+                missed.at(t, before, batch, value)
                 # Not lists: over many steps, small tensors that stay would scatter the memory of large ones.
                 values = torch.cat([values, value[None]])
                 sizes = torch.cat([sizes, tree.norm(tangents)[None]])
+            if "repeat" not in self.skip:
+                again = training.evaluate(start, first).value
+                check_repeated(0, [values[0]], [again], rounding(values))
             value, cotangent = outer_pull(outer_loss, after)
-            zeros = tree.zeros_like(meta)  # of what overflowed in grads, tangents tell more
-            info = findings(training, outer_loss, batches, start, after, value, zeros, values.unbind())
+            notes = (*look.notes, left_out(meta, learned), missed.note(outer_loss, after))
+        zeros = tree.zeros_like(meta)  # of what overflowed in grads, tangents tell more
         grads = tree.replace(zeros, _contracted(tangents, cotangent, learned))
-        notes = tuple(note for note in (reason, left_out(meta, learned), *info["notes"]) if note)
-        info = _overflow(info | {"tangents": sizes, "notes": notes}, grads)
-        return Estimate(value, grads, ForwardCarry(after, tangents) if goes_on else after, info)
+        info = findings(value, zeros, values.unbind(), notes=notes)
+        return Estimate(
+            value, grads, ForwardCarry(after, tangents), _overflow(info | {"tangents": sizes}, grads)
+        )
 
 
 def learned_leaves(owner: str, learn: tuple[str, ...] | None, meta: Meta) -> parts.Leaves:
@@ -157,8 +177,8 @@ class _StepAhead:
         if self.over == "forward":
             d_grads, seen = _pushed(evaluate, (carry.params,), (d_params,))
             return seen, d_grads
-        pull = vjp(lambda now: evaluate(now)[0], carry.params)[1]
-        return self.training.evaluate(carry, batch), vmap(pull)(d_params)[0]
+        pulling: Any = vjp(evaluate, carry.params, has_aux=True)
+        return pulling[2], vmap(pulling[1])(d_params)[0]
 
 
 def _pushed(function: Callable[..., tuple[Any, Any]], here: tuple, along: tuple) -> tuple[Any, Any]:

@@ -15,15 +15,21 @@ def channels_last(leaves: list[Any]) -> list[Any]:
 
 
 def takes_channels_last(training: Trains, carry: Any, batch: Batch) -> bool:
-    """Return whether there are images and kernels, and the model takes the images so: a `view` may not."""
+    """Return whether there are images and kernels, and the model takes the images so.
+
+    A `view` may not, and to `as_strided` they are other images.
+    """
     leaves, structure = tree.flatten(batch)
     if not any(map(_is_image, leaves)) or not any(param.dim() == 4 for param in carry.params.values()):
         return False
     try:
-        training.evaluate(carry, tree.unflatten(channels_last(leaves), structure))
+        seen = training.evaluate(carry, tree.unflatten(channels_last(leaves), structure))
     except Exception:  # any fault that is not the layout's shows again when the batch is taken as it is
         return False
-    return True
+    as_it_is = training.evaluate(carry, batch)
+    apart = tree.map(torch.sub, (seen.value, seen.grads), (as_it_is.value, as_it_is.grads))
+    size = tree.norm((as_it_is.value, as_it_is.grads))
+    return not bool(tree.norm(apart) > torch.finfo(size.dtype).eps ** 0.5 * size)
 
 
 def _is_image(x: Any) -> bool:

@@ -11,13 +11,37 @@ from torch import Tensor
 
 from metafop import tree
 from metafop.hypergradients.findings import findings
-from metafop.hypergradients.unroll import StepBack, apart, batch_at, horizon, outer_pull, unfused
+from metafop.hypergradients.first_look import first_look
+from metafop.hypergradients.missed import Missed
+from metafop.hypergradients.repeated import check_repeated
+from metafop.hypergradients.unroll import (
+    Skip,
+    StepBack,
+    apart,
+    batch_at,
+    check_skip,
+    estimating,
+    horizon,
+    outer_pull,
+)
 from metafop.training import Training
-from metafop.types import Batch, Batches, Carry, Estimate, Meta, OuterLoss, Params, Reversible, Trains
+from metafop.types import (
+    Batch,
+    Batches,
+    Buffers,
+    Carry,
+    Estimate,
+    Meta,
+    OuterLoss,
+    Params,
+    Reversible,
+    Trains,
+)
 
 
-def reversible(training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches) -> Estimate:
-    """Return the exact hypergradient through T steps from the last carry alone (Maclaurin et al., 2015).
+@dataclass(frozen=True)
+class ReversibleAdjoint:
+    """The exact hypergradient through T steps from the last carry alone (Maclaurin et al., 2015).
 
     carry_t = undo(carry_(t+1)),    (∂value/∂meta, λ_t) += pullback of step t of λ_(t+1)
 
@@ -25,47 +49,66 @@ def reversible(training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, 
     grow with T but by the optimizer's full stores: info has "store_bits", those of all words of its stores,
     saved and in use, and "bits_per_parameter_step", the same divided by parameters and steps.
 
-    Buffers cannot be undone, and the last ones stand in for all: right wherever the gradient does not
-    depend on them, as batch norm's in training mode. That the sweep came back to the start is checked; a
-    training that diverged, or left the range that is exact, is noted with its step, and NaN stands for grads.
-    (docs/math.md, 24)
+    Integer buffers, such as a seed or a count, are kept for each step. Others cannot be undone, and the last
+    ones stand in for all: right wherever the gradient does not depend on them, as batch norm's in training
+    mode. That the sweep came back to the start is checked; a training that diverged, or left the range that is
+    exact, is noted with its step, and NaN stands for grads. (docs/math.md, 24)
+    `skip` names checks to leave out, as for `Adjoint`.
 
     >>> from metafop.optimizers import ReversibleMomentum
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> ball, params = ReversibleMomentum(), {"w": torch.zeros(1)}
     >>> training = Training(loss, ball)
     >>> meta, carry = training.meta(params, ball.hyper(lr=0.25, decay=0.5)), training.init(params)
-    >>> batches = 2 * [torch.ones(1)]
+    >>> batches, reversible = 2 * [torch.ones(1)], ReversibleAdjoint()
     >>> estimate = reversible(training, lambda carry: carry.params["w"].sum(), meta, carry, batches)
     >>> estimate.value, estimate.grads.hyper.lr  # w = 1 - (1 - 2 lr)² + lr
     (tensor(1.), tensor(3.))
     """
-    meta, carry = apart((meta, carry))
-    with unfused():
-        return _there_and_back(_path(training, meta, carry, batches), outer_loss)
+
+    skip: Skip = ()
+
+    def __post_init__(self) -> None:
+        check_skip("ReversibleAdjoint", self.skip)
+
+    def __call__(
+        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
+    ) -> Estimate:
+        with estimating():
+            meta, carry = apart((meta, carry))
+            path = _path(training, meta, carry, batches)
+            horizon(training, meta, carry, batches)
+            look = first_look(training, "reverse", self.skip, carry, batch_at(batches, 0))
+            with look.operations():
+                return self._there_and_back(path, outer_loss, look.notes)
+
+    def _there_and_back(self, path: _Path, outer_loss: OuterLoss, notes: tuple[str, ...]) -> Estimate:
+        training, meta, steps = path.training, path.meta, len(path.batches)
+        missed = Missed(training, path.carry, steps, self.skip)
+        last, values, saved, integers = path.ahead(missed)
+        words = sum(x.numel() for x in tree.leaves((last.params, saved)))  # a store has one for each number
+        value, cotangent = outer_pull(outer_loss, last)
+        grads, sizes = tree.zeros_like(meta), [tree.norm(cotangent)]
+        step_back = StepBack(training)
+        if tree.all_finite(last.params):
+            for t, before, batch, value_before in path.back(last, values, saved, integers):
+                d_meta, cotangent, again = step_back(meta, before, batch, cotangent)
+                if "repeat" not in self.skip:
+                    check_repeated(t, [value_before], [again.value])
+                grads = tree.add(grads, d_meta)
+                sizes.append(tree.norm(cotangent))
+        else:  # what is not a number cannot be undone
+            grads, sizes = tree.map(lambda x: torch.full_like(x, torch.nan), meta), []
+        notes = (*notes, missed.note(outer_loss, last))
+        info = findings(value, grads, values, sizes[::-1], notes)
+        info["store_bits"] = torch.tensor(64 * words)
+        info["bits_per_parameter_step"] = info["store_bits"] / (
+            steps * sum(p.numel() for p in last.params.values())
+        )
+        return Estimate(value, grads, last, info)
 
 
-def _there_and_back(path: _Path, outer_loss: OuterLoss) -> Estimate:
-    training, meta, carry = path.training, path.meta, path.carry
-    steps = horizon(training, meta, carry, path.batches)
-    last, values, saved = path.ahead()
-    words = sum(x.numel() for x in tree.leaves((last.params, saved)))  # a store has one for each number
-    value, cotangent = outer_pull(outer_loss, last)
-    grads, sizes = tree.zeros_like(meta), [tree.norm(cotangent)]
-    step_back = StepBack(training)
-    if tree.all_finite(last.params):
-        for before, batch in path.back(last, saved):
-            d_meta, cotangent = step_back(meta, before, batch, cotangent)
-            grads = tree.add(grads, d_meta)
-            sizes.append(tree.norm(cotangent))
-    else:  # what is not a number cannot be undone
-        grads, sizes = tree.map(lambda x: torch.full_like(x, torch.nan), meta), []
-    info = findings(training, outer_loss, path.batches, carry, last, value, grads, values, sizes[::-1])
-    info["store_bits"] = torch.tensor(64 * words)
-    info["bits_per_parameter_step"] = info["store_bits"] / (
-        steps * sum(p.numel() for p in last.params.values())
-    )
-    return Estimate(value, grads, last, info)
+reversible = ReversibleAdjoint()
 
 
 @dataclass(frozen=True)
@@ -78,31 +121,42 @@ class _Path:
     carry: Carry
     batches: Batches
 
-    def ahead(self) -> tuple[Carry, list[Tensor], dict[int, Params]]:
-        """Return the carry after all steps, the loss that each saw, and the stores that each emptied."""
-        now, values, saved = self.carry, [], {}
+    def ahead(self, missed: Missed) -> tuple[Carry, list[Tensor], dict[int, Params], list[Buffers]]:
+        """Return the carry after all steps, the loss and the integer buffers that each saw, and the stores
+        that each emptied.
+        """
+        now, values, saved, integers = self.carry, [], {}, []
         for t in range(len(self.batches)):
+            batch = batch_at(self.batches, t)
             if emptied := self.optimizer.emptied(self.meta.hyper, now.opt):
                 saved[t] = emptied
-            seen = self.training.evaluate(now, batch_at(self.batches, t))
+            integers.append({k: b for k, b in now.buffers.items() if not b.is_floating_point()})
+            seen = self.training.evaluate(now, batch)
+            missed.at(t, now, batch, seen.value)
             now, _ = self.training.advance(self.meta, now, seen)
             values.append(seen.value)
-        return now, values, saved
+        return now, values, saved, integers
 
-    def back(self, last: Carry, saved: dict[int, Params]) -> Iterator[tuple[Carry, Batch]]:
-        """Yield the carry before each step, and its batch, from the last step to the first."""
-        now = last
+    def back(
+        self, last: Carry, values: list[Tensor], saved: dict[int, Params], integers: list[Buffers]
+    ) -> Iterator[tuple[int, Carry, Batch, Tensor]]:
+        """Yield each step from the last to the first: the carry before it, its batch, the loss that it saw.
+
+        With the last buffers in place of its own, a step may see another loss, though not another gradient.
+        """
+        now, own = last, not any(b.is_floating_point() for b in last.buffers.values())
         for t in reversed(range(1, len(self.batches))):
             batch = batch_at(self.batches, t)
             params, half = self.optimizer.before(self.meta.hyper, now.params, now.opt)
-            seen = self.training.evaluate(Carry(params, half, last.buffers), batch)
+            buffers = last.buffers | integers.pop()
+            seen = self.training.evaluate(Carry(params, half, buffers), batch)
             direction = self.training.precondition(self.meta.precond, seen.grads)
             opt = self.optimizer.undo(self.meta.hyper, params, half, direction, saved.pop(t, {}))
-            now = Carry(params, opt, last.buffers)
-            yield now, batch
+            now = Carry(params, opt, buffers)
+            yield t, now, batch, values[t] if own else seen.value
         first = batch_at(self.batches, 0)
         self._check(now, first)
-        yield self.carry, first
+        yield 0, self.carry, first, values[0]
 
     def _check(self, now: Carry, first: Batch) -> None:
         """Refuse a sweep that does not arrive, bit for bit, where the first step led.

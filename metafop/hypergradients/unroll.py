@@ -1,21 +1,22 @@
-"""What the estimators over many steps share: checks at the door, the outer loss, one step back, findings."""
+"""What the estimators over many steps share: what is refused, the outer loss, one step back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, jvp, vjp
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metafop import tree
+from metafop import checks, tree
 from metafop.types import Batch, Batches, Carry, Meta, OuterLoss, Params, Seen, Trains, Tree
 
 Over = Literal["reverse", "forward"]
+Check = Literal["repeat", "hessian", "buffers", "compiled"]
+Skip = tuple[Check, ...]  # the checks that an estimator leaves out
 Cotangent = list[Tensor]  # for each floating-point leaf of a carry
 
 
@@ -37,14 +38,38 @@ def horizon(training: Trains, meta: Meta, carry: Any, batches: Batches) -> int:
     return len(batches)
 
 
-def unfused() -> AbstractContextManager[Any]:
-    """Return a context in which attention can be differentiated twice: torch's fused kernels cannot."""
-    return sdpa_kernel(SDPBackend.MATH)
+def check_skip(owner: str, skip: Skip) -> None:
+    """Refuse to skip checks that there are not."""
+    if not isinstance(skip, tuple) or not set(skip) <= set(get_args(Check)):
+        raise ValueError(
+            f"{owner} skips a tuple of checks out of {get_args(Check)}, got skip={skip!r}. Pass such a tuple."
+        )
+
+
+@contextmanager
+def estimating() -> Iterator[None]:
+    """A context in which what torch cannot do is said in a sentence.
+
+    Gradients are enabled, whatever the caller does: without, torch's fused LSTM leaves out what its
+    derivative needs.
+    """
+    with torch.enable_grad():
+        try:
+            yield
+        except RuntimeError as error:
+            checks.explain(error)
+            raise
 
 
 def apart(x: Tree) -> Tree:
-    """Return the tree cut off from what torch.autograd has recorded, unless a transform is at work."""
-    return x if tree.is_transforming() else tree.map(torch.detach, x)
+    """Return the tree cut off from what torch.autograd has recorded, unless a derivative is being taken.
+
+    A loss may close over what requires a gradient, and from torch 2.14 on what is pulled back through batch
+    norm requires one: either would keep the graph of every step.
+    """
+    if tree.is_differentiating():
+        return x
+    return tree.map(lambda leaf: leaf.detach() if leaf.requires_grad else leaf, x)
 
 
 def batch_at(batches: Batches, t: int) -> Batch:
@@ -98,7 +123,7 @@ def outer_pull(outer_loss: OuterLoss, carry: Any) -> tuple[Tensor, Cotangent]:
         return value
 
     cotangent, loss = grad_and_value(value)(floats)
-    return loss, cotangent
+    return apart((loss, cotangent))
 
 
 @dataclass(frozen=True)
@@ -108,6 +133,7 @@ class StepBack:
     λ_t = (∂advance/∂carry)ᵀ λ_(t+1) + H (∂advance/∂g)ᵀ λ_(t+1): a pullback of `advance`, which is cheap, and
     one Hessian-vector product, by differentiating the gradient backward (`over="reverse"`) or forward. If
     what the step saw was kept, a compiled step does not compute the gradient again. (docs/math.md, 19)
+    Returned besides is what the step sees when it is taken again.
 
     `looks` says whether `advance` looks at the value of the loss: a custom training may.
     """
@@ -118,7 +144,7 @@ class StepBack:
 
     def __call__(
         self, meta: Meta, carry: Any, batch: Batch, cotangent: Cotangent, seen: Seen | None = None
-    ) -> tuple[Meta, Cotangent]:
+    ) -> tuple[Meta, Cotangent, Seen]:
         carry = held(carry)
         params = list(carry.params.values())
 
@@ -128,15 +154,16 @@ class StepBack:
 
         if self.over == "reverse":
             pulling: Any = vjp(evaluate, params, has_aux=True)
-            d_meta, d_floats, d_seen = self._pull_advance(meta, carry, seen or pulling[2], cotangent)
+            again = pulling[2]
+            d_meta, d_floats, d_seen = self._pull_advance(meta, carry, seen or again, cotangent)
             (d_params,) = pulling[1](d_seen)
         else:
-            seen = seen or self.training.evaluate(carry, batch)
-            d_meta, d_floats, d_seen = self._pull_advance(meta, carry, seen, cotangent)
-            d_params = self._turned(evaluate, params, carry, seen, d_seen)
+            again = self.training.evaluate(carry, batch)
+            d_meta, d_floats, d_seen = self._pull_advance(meta, carry, seen or again, cotangent)
+            d_params = self._turned(evaluate, params, carry, seen or again, d_seen)
         floats, rebuild = tree.partition(carry)
         through_params = tree.pull(lambda floats: list(rebuild(floats).params.values()), floats, d_params)
-        return d_meta, tree.add(d_floats, through_params)
+        return apart((d_meta, tree.add(d_floats, through_params), again))
 
     def _pull_advance(
         self, meta: Meta, carry: Any, seen: Seen, cotangent: Cotangent

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from metafop import tree
-from metafop.hypergradients.compiling import Compiled, Leaves, Same
+from metafop.hypergradients.compiling import Compiled, Leaves
+from metafop.hypergradients.per_training import PerTraining
 from metafop.hypergradients.unroll import Over, StepBack
 from metafop.types import Seen, Trains
 
@@ -15,7 +15,9 @@ from metafop.types import Seen, Trains
 class Walk(NamedTuple):
     """ahead(meta, carry, batch) -> (carry, kept)        kept is what was seen: [value, *grads, *buffers]
 
-    back(meta, carry, batch, grads, λ, kept) -> (grads, λ, [‖λ‖])        [] if it was not kept
+    back(meta, carry, batch, grads, λ, kept) -> (grads, λ, [‖λ‖], again)        [] if it was not kept
+
+    again is what is seen when the step is taken again: [value], and [value, *grads] if it was not kept
     """
 
     ahead: Callable[[Leaves, Leaves, Leaves], tuple[Leaves, ...]]
@@ -54,21 +56,18 @@ def walk_of(
             grads_of = dict(zip(carry.params, others, strict=False))
             buffers = dict(zip(carry.buffers, others[len(grads_of) :], strict=True))
             seen = Seen(value, grads_of, buffers)
-        d_meta, cotangent = step_back(meta, carry, batch, cotangent, seen)
-        return tree.add(grads, tree.leaves(d_meta)), cotangent, [tree.norm(cotangent)]
+        d_meta, cotangent, seen_again = step_back(meta, carry, batch, cotangent, seen)
+        again = [seen_again.value] if kept else [seen_again.value, *map(seen_again.grads.get, carry.params)]
+        return tree.add(grads, tree.leaves(d_meta)), cotangent, [tree.norm(cotangent)], again
 
     return Walk(ahead, back)
 
 
-@lru_cache(maxsize=32)
-def compiled_walk(
-    training: Same[Trains],
-    meta_structure: tree.Structure,
-    structure: tree.Structure,
-    batch_structure: tree.Structure,
-    over: Over,
-    looks: bool,
-) -> Walk:
-    """Return the same compiled; the same functions for the same training, so that each is compiled once."""
-    walk = walk_of(training.value, meta_structure, structure, batch_structure, over, looks)
-    return Walk(Compiled(walk.ahead), Compiled(walk.back))
+def _compiled(training: Trains, settings: tuple, checked: bool) -> Walk:
+    walk = walk_of(training, *settings)
+    return Walk(Compiled(walk.ahead, checked), Compiled(walk.back, checked))
+
+
+compiled_walk = PerTraining(
+    _compiled
+)  # (training, settings of walk_of, checked) -> the same functions each time

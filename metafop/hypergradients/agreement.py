@@ -1,0 +1,87 @@
+"""Whether a compiled function gives the numbers of the function itself, but for rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+Leaves = list[Any]
+Function = Callable[..., tuple[Leaves, ...]]
+
+
+def check_agreement(compiled: Sequence[Leaves], function: Function, groups: Sequence[Leaves]) -> None:
+    """Refuse what was compiled if it differs from `function(*groups)` by more than rounding does.
+
+    What rounding does is √eps of a tensor and 10⁴ eps of all in its list; where that is passed, a hundred times
+    what the function itself does if each number it is given is moved by eps: Adam's first step, for one,
+    makes a sign of a gradient that is nothing but rounding.
+    """
+    plain = function(*groups)
+    worst = _worst(compiled, plain, [[_rounding(x, group) for x in group] for group in plain])
+    if worst is None:
+        return
+    moved = function(*_moved(groups))
+    sensitivity = [
+        [100 * _gap(x, y) for x, y in zip(*pair, strict=True)] for pair in zip(plain, moved, strict=True)
+    ]
+    worst = _worst(compiled, plain, sensitivity)
+    if worst is not None:
+        x, y = worst
+        raise ArithmeticError(
+            f"A compiled step gives {x:.6g} for {y:.6g}, its largest difference from the step that is not "
+            "compiled: torch's compiler is wrong about an operation in the loss, or the loss reads what "
+            "changes from call to call. Pass compile=False."
+        )
+
+
+def _worst(
+    compiled: Sequence[Leaves], plain: Sequence[Leaves], allowed: Sequence[Leaves]
+) -> tuple[float, float] | None:
+    """Return the two numbers that differ most, out of tensors that differ by more than is allowed."""
+    found = [
+        (_gap(x, y), x, y)
+        for group in zip(compiled, plain, allowed, strict=True)
+        for x, y, limit in zip(*group, strict=True)
+        if not _gap(x, y) <= limit
+    ]
+    if not found:
+        return None
+    _, x, y = max(found, key=lambda each: each[0])
+    place = (x.double() - y.double()).abs().nan_to_num(torch.inf).flatten().argmax()
+    return float(x.flatten()[place]), float(y.flatten()[place])
+
+
+def _gap(x: Tensor, y: Tensor) -> float:
+    """Return the largest difference; that of what is not a number from the same is 0."""
+    same = (x == y) | (x.isnan() & y.isnan())
+    return (
+        float(torch.where(same, 0.0, (x.double() - y.double()).abs().nan_to_num(torch.inf)).amax())
+        if x.numel()
+        else 0.0
+    )
+
+
+def _rounding(x: Tensor, group: Leaves) -> float:
+    if not x.is_floating_point():
+        return 0.0
+    eps = torch.finfo(x.dtype).eps
+    return eps**0.5 * _size([x]) + min(1e4 * eps, 0.1) * _size(group)
+
+
+def _size(group: Leaves) -> float:
+    finite = (x.nan_to_num(0.0, 0.0, 0.0).abs().amax() for x in group if x.is_floating_point() and x.numel())
+    return max(map(float, finite), default=0.0)
+
+
+def _moved(groups: Sequence[Leaves]) -> Iterator[Leaves]:
+    rng = Generator().manual_seed(0)
+
+    def move(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return x * (1 + torch.finfo(x.dtype).eps * torch.randn(x.shape, generator=rng).sign().to(x))
+
+    return ([move(x) for x in group] for group in groups)

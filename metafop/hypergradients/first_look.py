@@ -1,0 +1,120 @@
+"""A first look at a training: how its gradient can be differentiated, and whether that is its derivative."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+from torch.func import jvp, vjp
+
+from metafop import tree
+from metafop.hypergradients.operations import WrittenOut
+from metafop.hypergradients.per_training import PerTraining
+from metafop.hypergradients.unroll import Over, Skip, forward_fails, held
+from metafop.types import Batch, Trains
+
+
+class Look(NamedTuple):
+    """How a gradient is to be differentiated, whether operations must be written out for it, and notes."""
+
+    over: Over
+    written_out: bool
+    notes: tuple[str, ...]
+
+    def operations(self) -> AbstractContextManager[Any]:
+        """Return the context in which steps are to be taken."""
+        return WrittenOut() if self.written_out else nullcontext()
+
+
+def first_look(training: Trains, over: Over, skip: Skip, carry: Any, batch: Batch) -> Look:
+    """Return what is found once for each training, before its first step is differentiated."""
+    compares = "hessian" not in skip and not tree.is_transforming()
+    return _looks(training, (over, compares), carry, batch)
+
+
+def _look(training: Trains, key: tuple[Over, bool], carry: Any, batch: Batch) -> Look:
+    (over, compares), notes = key, []
+    with WrittenOut() as operations:
+        if over == "forward" and (reason := forward_fails(training, carry, batch)):
+            over = "reverse"
+            notes.append(reason)
+        if compares and (gap := second_derivative_gap(training, carry, batch, over)):
+            over = "reverse"
+            notes.append(_stopped(gap))
+        elif not compares:
+            training.evaluate(carry, batch)
+    return Look(over, operations.used, tuple(notes))
+
+
+_looks = PerTraining(_look)
+
+
+def _stopped(gap: float) -> str:
+    return (
+        f"At the first step the gradient changes by other than torch's second derivative, by {gap:.1%} along "
+        "a random direction: the loss stops a gradient (detach, no_grad, item), or torch's second derivative "
+        "is wrong. What is stopped is left out of a hypergradient in reverse; forward sees it where torch "
+        "can differentiate the loss forward, evolution always (docs/math.md, 27)."
+    )
+
+
+def second_derivative_gap(training: Trains, carry: Any, batch: Batch, over: Over) -> float:
+    """Return how far H u is from (∇J(θ + hu) - ∇J(θ)) / h, relative to their size, or 0 if it is not.
+
+    In double precision if the loss can be computed so: h must be so small that no ReLU changes its sign
+    on the way.
+    """
+    carry = held(carry)
+    if all(p.dtype == torch.float64 for p in carry.params.values()):
+        return _gap(training, carry, batch, over)
+    try:
+        return _gap(training, *tree.map(_double, (carry, batch)), over)
+    except Exception:  # any fault that is not the precision's shows again in that of the parameters
+        return _gap(training, carry, batch, over)
+
+
+def _gap(training: Trains, carry: Any, batch: Batch, over: Over) -> float:
+    params, rng = list(carry.params.values()), Generator().manual_seed(0)
+    along = [torch.randn(p.shape, dtype=p.dtype, generator=rng).to(p.device) for p in params]
+
+    def grads(now: list[Tensor]) -> list[Tensor]:
+        seen = training.evaluate(tree.swap(carry, params, now), batch)
+        return [seen.grads[k] for k in carry.params]
+
+    def slope(h: Tensor) -> list[Tensor]:
+        there = grads([p + h * u for p, u in zip(params, along, strict=True)])
+        return [(b - a) / h for a, b in zip(here, there, strict=True)]
+
+    turned = vjp(grads, params)[1](along)[0] if over == "reverse" else jvp(grads, (params,), (along,))[1]
+    here, dtype = grads(params), params[0].dtype
+    h = torch.finfo(dtype).eps ** 0.5 * tree.norm(params).clamp(min=1) / tree.norm(along)
+    for _ in range(3):
+        found = slope(h)
+        k, gap = _largest(found, turned)
+        if not gap > _TOLERANCE.get(dtype, 0.05):
+            return 0.0
+        h = h / 8
+        if _distance(found[k], slope(h)[k]) < 0.1 * _distance(found[k], turned[k]):
+            return gap
+    return 0.0  # the slope depends on h, as where a ReLU changes its sign: it tells nothing
+
+
+_TOLERANCE = {torch.float64: 1e-3}
+
+
+def _largest(x: list[Tensor], y: list[Tensor]) -> tuple[int, float]:
+    """Return the place where two lists differ most, relative to the size of what is there, and by how much."""
+    least = 1e-3 * torch.maximum(tree.norm(x), tree.norm(y))  # below this, all may be rounding
+    sizes = [torch.stack([a.norm(), b.norm(), least]).amax() for a, b in zip(x, y, strict=True)]
+    gaps = torch.stack([_distance(a, b) / size for a, b, size in zip(x, y, sizes, strict=True)])
+    return int(gaps.argmax()), float(gaps.amax())
+
+
+def _distance(x: Tensor, y: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x - y)
+
+
+def _double(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -1,0 +1,84 @@
+"""Buffers are not differentiated: whether a derivative is missed by that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from metafop import tree
+from metafop.hypergradients.unroll import Skip, has_buffers
+from metafop.types import Batch, OuterLoss, Trains
+
+
+class Missed:
+    """Whether a gradient or the outer loss depends on buffers that training has changed.
+
+    To see it, those that have changed since the start are moved at random, at two steps and at the end. Before
+    step 2 nothing can be missed: the first parameters, and so the next buffers, do not depend on meta.
+    """
+
+    def __init__(self, training: Trains, start: Any, steps: int, skip: Skip) -> None:
+        self.training, self.start = training, start
+        looks = "buffers" not in skip and not tree.is_transforming() and steps > 1
+        self.outer = looks and any(b.is_floating_point() for b in start.buffers.values())
+        self.steps = {t for t in (2, steps - 1) if t > 1} if self.outer else set()
+        self.names: set[str] = set()
+
+    def at(
+        self,
+        t: int,
+        carry: Any,
+        batch: Batch,
+        value: Tensor,
+        evaluate: Callable[[Any], Tensor] | None = None,
+    ) -> None:
+        """Look at a step that saw `value`; `evaluate` gives the loss of another carry, if compiled code does."""
+        if t not in self.steps or self.names:
+            return
+        moved, names = _moved(carry, self.start)
+        if not names:
+            return
+        there = evaluate(moved) if evaluate else self.training.evaluate(moved, batch).value
+        if torch.equal(there, value):
+            return
+        here, there = (self.training.evaluate(each, batch).grads for each in (carry, moved))
+        if not all(torch.equal(here[k], there[k]) for k in here):
+            self.names = names
+
+    def note(self, outer_loss: OuterLoss, after: Any) -> str:
+        """Say what is missed, if anything is."""
+        if self.outer:
+            moved, names = _moved(after, self.start)
+            if names and not torch.equal(outer_loss(after), outer_loss(moved)):
+                return (
+                    f"The outer loss depends on the buffers ({', '.join(sorted(names))}), as a loss in eval mode "
+                    "does on batch norm's statistics, and the derivative through them is missed. In training "
+                    "mode nothing is."
+                )
+        if self.names:
+            return (
+                f"The gradient depends on the buffers ({', '.join(sorted(self.names))}), and the derivative "
+                "through them is missed. Make them parameters, or part of the optimizer's state."
+            )
+        return ""
+
+
+def _moved(carry: Any, start: Any) -> tuple[Any, set[str]]:
+    """Return the carry with other numbers in the buffers that are not those of the start, and their names."""
+    rng, names = Generator().manual_seed(0), set()
+
+    def move(x: Any, before: Any) -> Any:
+        if not has_buffers(x):
+            return x
+        changed = {
+            k: b + 0.1 * (1 + b.abs()) * torch.randn(b.shape, dtype=b.dtype, generator=rng).to(b.device)
+            for k, b in x.buffers.items()
+            if b.is_floating_point() and not torch.equal(b, before.buffers[k])
+        }
+        names.update(changed)
+        return x._replace(buffers=x.buffers | changed)
+
+    return tree.map(move, carry, start, is_leaf=has_buffers), names

@@ -1,0 +1,62 @@
+"""Operations whose second derivative torch lacks or gets wrong, written out in others that have it.
+
+The switch is a mode of torch functions, which belongs to one thread: what other threads compute stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class WrittenOut(TorchFunctionMode):
+    """A context in which attention and weight norm can be differentiated twice.
+
+    torch's fused attention has no second derivative, and that of its fused weight norm is wrong. `used` tells
+    whether one of them was called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = False
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        written_out = _FORMS.get(func)
+        self.used = self.used or written_out is not None
+        return (written_out or func)(*args, **(kwargs or {}))
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(q kᵀ scale + mask) v, by torch's own unfused form."""
+    unfused = torch.ops.aten._scaled_dot_product_attention_math
+    return unfused(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """g v/‖v‖, a norm for each index of `dim`; one norm for all if `dim` is -1."""
+    others = [d for d in range(v.dim()) if d != dim]
+    return v * (g / torch.linalg.vector_norm(v, dim=others, keepdim=True))
+
+
+_FORMS: dict[Any, Callable[..., Tensor]] = {
+    F.scaled_dot_product_attention: attention,
+    torch._weight_norm: weight_norm,
+}

@@ -1,0 +1,32 @@
+"""What is taken again must come out the same: a step, on the way back or between kept carries."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from metafop import tree
+
+
+def check_repeated(t: int, first: Sequence[Tensor], again: Sequence[Tensor], atol: float = 0.0) -> None:
+    """Refuse a step that sees another loss when it is taken again, or another gradient, where they are given.
+
+    Both lists begin with the loss; bit for bit if `atol` is 0, and NaN is the same as NaN.
+    """
+    for x, y in zip(map(tree.unwrapped, first), map(tree.unwrapped, again), strict=False):
+        if torch.equal(x, y) or torch.allclose(x, y, rtol=0.0, atol=atol, equal_nan=True):
+            continue
+        what = "loss" if x is tree.unwrapped(first[0]) else "gradient"
+        raise ArithmeticError(
+            f"The {what} of step {t} comes out different when the step is taken again, by "
+            f"{(x - y).abs().max():.3g}, so that no derivative of it would be right. Likely causes are random "
+            "numbers (pass seeded=True to functional.from_module or functional.plain), a module whose mode "
+            "changed, batches that augment in __getitem__, or a counter in forward. Make the loss a function "
+            "of its arguments, and batches[t] the same whenever it is asked."
+        )
+
+
+def rounding(values: Sequence[Tensor]) -> float:
+    """Return by how much a loss may differ between kernels that compute it: √eps of the largest."""
+    sizes = tree.unwrapped(torch.stack(list(values))).abs()
+    return float(sizes.nan_to_num(0.0, 0.0).amax()) * torch.finfo(sizes.dtype).eps ** 0.5
