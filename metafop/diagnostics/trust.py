@@ -7,7 +7,7 @@ signs lie in [-1, 1]: 1 is agreement, 0 is chance. How to read them: docs/trust.
 """
 
 import math
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,13 +68,13 @@ def metasmoothness(
 
 
 def variance(
-    training: Trains, meta: Meta, estimates: Sequence[Estimate], learn: tuple[str, ...]
+    training: Trains, meta: Meta, estimates: Iterable[Estimate], learn: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """Return how far estimates h_1 … h_n at one meta differ, such as those of n seeds.
+    """Return how far derivatives g_1 … g_n at one meta differ, such as those of n seeds.
 
-    mean = Σ h / n,    standard_error = s / √n,    s² = Σ (h - mean)² / (n - 1)
+    mean = Σ g / n,    standard_error = s / √n,    s² = Σ (g - mean)² / (n - 1)
     signal_to_noise = ‖mean‖ / ‖s‖, that of one estimate,
-    cosine = mean over pairs of ⟨h_i, h_j⟩ / (‖h_i‖ ‖h_j‖)
+    cosine = mean over pairs of ⟨g_i, g_j⟩ / (‖g_i‖ ‖g_j‖)
 
     for each leaf; and the cosine of all leaves together.
 
@@ -86,6 +86,7 @@ def variance(
     >>> found["mean/hyper.lr"], found["signal_to_noise/hyper.lr"]  # in log lr: 1, 2, 3
     (tensor(2.), tensor(2.))
     """
+    estimates = list(estimates)
     if len(estimates) < 2 or not all(isinstance(estimate, Estimate) for estimate in estimates):
         kinds = sorted({type(estimate).__name__ for estimate in estimates})
         raise ValueError(
@@ -94,13 +95,13 @@ def variance(
         )
     leaves = _leaves("variance", training, meta, learn)
     each = [_chained("variance", training, leaves, estimate.grads) for estimate in estimates]
-    found = {"cosine": _cosine([_flat(h) for h in each])}
-    for name, h in tree.stack(each).items():
-        mean, deviation = h.mean(0), h.std(0)
+    found = {"cosine": _cosine([_flat(g) for g in each])}
+    for name, g in tree.stack(each).items():
+        mean, deviation = g.mean(0), g.std(0)
         found[f"mean/{name}"] = mean
         found[f"standard_error/{name}"] = deviation / math.sqrt(len(each))
         found[f"signal_to_noise/{name}"] = tree.norm(mean) / tree.norm(deviation)
-        found[f"cosine/{name}"] = _cosine(h)
+        found[f"cosine/{name}"] = _cosine(g)
     return found
 
 
