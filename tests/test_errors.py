@@ -156,6 +156,33 @@ CASES = {
         ["SGD()", "lr", "-0.1"],
     ),
     "hyper in words": (lambda: SGD().hyper(lr=cast(Any, "fast")), ["SGD()", "lr", "'fast'", "float"]),
+    "lr that is a bool": (lambda: SGD().hyper(lr=True), ["SGD()", "lr", "True", "Pass a float"]),
+    "decay that is a bool": (
+        lambda: Momentum().hyper(lr=0.1, decay=True),
+        ["Momentum", "decay", "True", "Pass a float"],
+    ),
+    "beta of one that is a bool": (
+        lambda: Adam().hyper(lr=0.1, beta1={"w": False}),
+        ["Adam()", "beta1['w']", "False", "Pass a float"],
+    ),
+    "lr that is a tensor of a bool": (
+        lambda: SGD().hyper(lr=torch.tensor(True)),
+        ["SGD()", "lr", "torch.bool", "Pass a float"],
+    ),
+    "lr that is none": (lambda: SGD().hyper(lr=cast(Any, None)), ["SGD()", "lr", "None", "Pass a float"]),
+    "lr that is complex": (lambda: SGD().hyper(lr=cast(Any, 1j)), ["SGD()", "lr", "1j", "Pass a float"]),
+    "lr that is a tensor of a complex": (
+        lambda: SGD().hyper(lr=torch.tensor(1j)),
+        ["SGD()", "lr", "complex", "Pass a float"],
+    ),
+    "decay not a number": (
+        lambda: Momentum().hyper(lr=0.1, decay=float("nan")),
+        ["Momentum", "decay", "nan", "below 1"],
+    ),
+    "hyper by hand, a bool": (
+        lambda: training.meta(weights, SGDHyper(cast(Any, True), torch.tensor(0.0))),
+        ["SGD()", "lr", "True", "Pass a float"],
+    ),
     "a seed for a generator": (
         lambda: training.meta(weights, hyper, cast(Any, 0)),
         ["torch.Generator", "0", "manual_seed"],

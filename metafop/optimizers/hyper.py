@@ -129,7 +129,7 @@ def tensors(owner: object, domains: Mapping[str, Domain], values: Mapping[str, V
     """Return the values as float64 scalars and schedules, or dicts of them by name, each checked."""
 
     def tensor(name: str, value: float | Tensor) -> Tensor:
-        if not isinstance(value, int | float | Tensor):
+        if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
             raise TypeError(
                 f"{owner}.hyper takes a number for {name}, got {value!r}. "
                 "Pass a float, a scalar tensor, or a dict of these by parameter name."

@@ -29,7 +29,7 @@ def summary(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
     """
     return (
         hyper(meta)
-        | {"gradient_norm": tree.norm(tree.map(_wide, grads))}
+        | {"gradient_norm": tree.norm(tree.map(wide, grads))}
         | norms("gradient_norm", grads)
         | norms("direction_norm", directions(training, meta, grads))
         | angles(training, meta, grads)
@@ -46,7 +46,7 @@ def hyper(meta: Meta) -> dict[str, Tensor]:
 
 def norms(name: str, values: Params) -> dict[str, Tensor]:
     """Return the Euclidean norm of each tensor."""
-    return {f"{name}/{k}": torch.linalg.vector_norm(_wide(x)) for k, x in values.items()}
+    return {f"{name}/{k}": torch.linalg.vector_norm(wide(x)) for k, x in values.items()}
 
 
 def directions(training: Trains, meta: Meta, grads: Params) -> Params:
@@ -65,7 +65,7 @@ def angle(x: Tensor, y: Tensor) -> Tensor:
 
     Zero is at 0° to zero, and at 90° to anything else: a step of zero does not descend.
     """
-    u, v = _unit(x), _unit(y)
+    u, v = unit(x), unit(y)
     apart, together = torch.linalg.vector_norm(u - v), torch.linalg.vector_norm(u + v)
     return torch.rad2deg(2 * torch.atan2(apart, together))
 
@@ -168,13 +168,13 @@ def _mean(p: Tensor, pairs: Tensor) -> Tensor:
     return torch.where(pairs, p, 0.0).sum() / max(int(pairs.sum()), 1)
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit(x: Tensor) -> Tensor:
     """Return x/‖x‖, or zero for zero. The largest number is divided out first: squares underflow."""
-    x = _wide(x)
+    x = wide(x)
     largest = x.abs().amax()
     x = x / torch.where(largest == 0, 1.0, largest)
     return x / torch.linalg.vector_norm(x).clamp(min=1)  # at least 1 by now, unless zero
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
