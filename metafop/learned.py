@@ -82,9 +82,10 @@ class Learned:
     def moved(
         self, steer: Meta, meta: Meta, opt: Tree, grads: dict[str, Tensor], moves: Tensor
     ) -> tuple[Meta, Tree, Tensor]:
-        """Return meta and the optimizer's state after its step, and whether it was taken.
+        """Return meta and the optimizer's state after its step, and whether meta has moved.
 
-        It is if it may (`moves`) and if where it leads is finite.
+        The step is taken if it may be (`moves`) and if where it leads is finite. A step of zero, or one that is
+        lost in rounding, moves nothing.
         """
         values = self.of(meta)
         old = {name: self._domain(name).coordinate(value) for name, value in values.items()}
@@ -100,8 +101,13 @@ class Learned:
             bounded = bound(bounded)
         moving = moved.keys() | parts.times(meta)
         new_meta = tree.replace(meta, {k: x for k, x in tree.named(bounded).items() if k in moving})
-        moves = moves & tree.all_finite(self.of(new_meta))
-        return *tree.where(moves, (new_meta, new_opt), (meta, opt)), moves
+        here, there = (_flat(self.of(each)) for each in (meta, new_meta))
+        moves = moves & tree.all_finite(there)
+        return *tree.where(moves, (new_meta, new_opt), (meta, opt)), moves & (there != here).any()
 
     def _domain(self, name: str) -> Domain:
         return parts.domain(self.training, name)
+
+
+def _flat(leaves: dict[str, Tensor]) -> Tensor:
+    return torch.cat([leaf.flatten() for leaf in leaves.values()])

@@ -13,7 +13,20 @@ from metafop import tree
 from metafop.hypergradients import closed_form
 from metafop.learned import Learned
 from metafop.safeguards import Bound, Guard, scale_free
-from metafop.types import Batch, Buffers, Domain, Info, Last, Meta, Optimizer, Params, Seen, Trains, Tree
+from metafop.types import (
+    Batch,
+    Buffers,
+    Carry,
+    Domain,
+    Info,
+    Last,
+    Meta,
+    Optimizer,
+    Params,
+    Seen,
+    Trains,
+    Tree,
+)
 
 Order = Literal["exact", "paper"]
 Credit = Literal["velocity", "gradient"]
@@ -148,6 +161,10 @@ class Online:
         new_state = OnlineCarry(
             new_carry, new_meta, meta_opt, carry, seen, memory, taken.to(state.taken.dtype)
         )
+        if not isinstance(new_carry, OnlineCarry):  # which has been looked at below
+            led = tree.all_finite(_moving(new_carry))
+            new_state = tree.where(led, new_state, _staying(state, seen))
+            info |= {"finite": finite & led, "moved": moves & led}
         return new_state, info | {f"below.{k}": v for k, v in below.items() if k != "value"}
 
     def step(self, meta: Meta, state: OnlineCarry, batch: Batch) -> tuple[OnlineCarry, Info]:
@@ -196,10 +213,29 @@ class Online:
 def _coasting(finite: Tensor, seen: Seen, buffers: Buffers) -> Seen:
     """Return what was seen or, if it is not finite, no gradient and the old buffers, valued NaN.
 
-    (docs/math.md, 16)
+    Integer buffers, such as a count or the seed of the next step, go on. (docs/math.md, 16)
     """
     return Seen(
         torch.where(finite, seen.value, torch.nan),
         {k: torch.where(finite, g, 0.0) for k, g in seen.grads.items()},
-        tree.where(finite, seen.buffers, buffers),
+        {k: torch.where(finite, b, buffers[k]) if _floats(b) else b for k, b in seen.buffers.items()},
     )
+
+
+def _moving(carry: Any) -> Tree:
+    """Return what a step has computed: buffers and what was seen are looked at before it."""
+    return (carry.params, carry.opt) if isinstance(carry, Carry) else carry.params
+
+
+def _staying(state: OnlineCarry, seen: Seen) -> OnlineCarry:
+    """Return the state if a step led to what is not finite and was not taken: nothing is learned from it.
+
+    Integer buffers go on.
+    """
+    buffers = {k: b if _floats(b) else seen.buffers[k] for k, b in state.buffers.items()}
+    carry = state.carry._replace(buffers=buffers)
+    return state._replace(carry=carry, taken=torch.zeros_like(state.taken))
+
+
+def _floats(x: Tensor) -> bool:
+    return x.is_floating_point()

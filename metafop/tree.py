@@ -70,8 +70,13 @@ def all_finite(x: Tree) -> Tensor:
     A sum is finite only if its terms are, and on large tensors takes far less time than looking at each; a
     sum of finite terms that overflows counts as not finite, in no less than float32.
     """
-    sums = [leaf.sum(dtype=torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves(x)]
-    return torch.stack([s.isfinite() for s in sums]).all()
+    floats = [leaf for leaf in leaves(x) if leaf.is_floating_point()]
+    if not floats:
+        return torch.tensor(True)
+    wide = torch.float32
+    for leaf in floats:
+        wide = torch.promote_types(wide, leaf.dtype)
+    return torch.stack([leaf.sum(dtype=wide) for leaf in floats]).isfinite().all()
 
 
 def pull(function: Callable[[Tree], Tree], x: Tree, cotangent: Tree) -> Tree:

@@ -25,7 +25,7 @@ from metafop.hypergradients.unroll import (
     horizon,
     outer_value,
 )
-from metafop.types import Batches, Estimate, Meta, OuterLoss, Trains
+from metafop.types import Batches, Estimate, Meta, OuterLoss, Seen, Trains
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,26 @@ class Autograd:
         look = first_look(training, "reverse", self.skip, carry, first)
         missed = Missed(training, carry, steps, self.skip)
 
-        def unrolled(meta: Meta) -> tuple[Tensor, tuple[Any, list[Tensor], dict[int, Any]]]:
+        def unrolled(meta: Meta) -> tuple[Tensor, tuple[Any, list[Tensor], Seen, dict[int, Any]]]:
             now, values, looked_at = carry, [], {}
+            seen = seen_first = training.evaluate(held(now), first)
             for t in range(steps):
+                if t > 0:
+                    seen = training.evaluate(held(now), batch_at(batches, t))
                 if t in missed.steps:
                     looked_at[t] = now
-                seen = training.evaluate(held(now), batch_at(batches, t))
                 now, _ = training.advance(meta, held(now), seen)
                 values.append(seen.value)
             value = outer_value(outer_loss, held(now))
             check_dependence(tree.is_tracked(value))
-            return value, (now, values, looked_at)
+            return value, (now, values, seen_first, looked_at)
 
         with look.operations():
             unroll = grad_and_value(unrolled, has_aux=True)
-            grads, (value, (after, values, looked_at)) = apart(unroll(meta))
+            grads, (value, (after, values, seen_first, looked_at)) = apart(unroll(meta))
             if "repeat" not in self.skip:
-                check_repeated(0, values[:1], [training.evaluate(carry, first).value])
+                again = training.evaluate(carry, batch_at(batches, 0))
+                check_repeated(0, tree.leaves(seen_first), tree.leaves(again))
             for t, now in looked_at.items():
                 missed.at(t, now, batch_at(batches, t), values[t])
             info = findings(value, grads, values, notes=(*look.notes, missed.note(outer_loss, after)))

@@ -28,22 +28,29 @@ class Look(NamedTuple):
         return WrittenOut() if self.written_out else nullcontext()
 
 
-def first_look(training: Trains, over: Over, skip: Skip, carry: Any, batch: Batch) -> Look:
-    """Return what is found once for each training, before its first step is differentiated."""
+def first_look(
+    training: Trains, over: Over, skip: Skip, carry: Any, batch: Batch, transposed: bool = True
+) -> Look:
+    """Return what is found once for each training, before its first step is differentiated.
+
+    `transposed` says that the derivative of the gradient is needed as a pullback. One that is taken forward
+    serves for it only if it is symmetric, as it is not where a gradient is stopped.
+    """
     compares = "hessian" not in skip and not tree.is_transforming()
-    return _looks(training, (over, compares), carry, batch)
+    return _looks(training, (over, transposed, compares), carry, batch)
 
 
-def _look(training: Trains, key: tuple[Over, bool], carry: Any, batch: Batch) -> Look:
-    (over, compares), notes = key, []
+def _look(training: Trains, key: tuple[Over, bool, bool], carry: Any, batch: Batch) -> Look:
+    (over, transposed, compares), notes = key, []
     with WrittenOut() as operations:
         if over == "forward" and (reason := forward_fails(training, carry, batch)):
             over = "reverse"
             notes.append(reason)
-        if compares and (gap := second_derivative_gap(training, carry, batch, over)):
+        ways = sorted({over, "reverse"} if transposed else {over}) if compares else ()
+        if gap := max((second_derivative_gap(training, carry, batch, way) for way in ways), default=0.0):
             over = "reverse"
             notes.append(_stopped(gap))
-        elif not compares:
+        if not compares:
             training.evaluate(carry, batch)
     return Look(over, operations.used, tuple(notes))
 
@@ -55,8 +62,8 @@ def _stopped(gap: float) -> str:
     return (
         f"At the first step the gradient changes by other than torch's second derivative, by {gap:.1%} along "
         "a random direction: the loss stops a gradient (detach, no_grad, item), or torch's second derivative "
-        "is wrong. What is stopped is left out of a hypergradient in reverse; forward sees it where torch "
-        "can differentiate the loss forward, evolution always (docs/math.md, 27)."
+        "is wrong. The path that is stopped is missing in this hypergradient; evolution sees it "
+        "(docs/math.md, 27)."
     )
 
 

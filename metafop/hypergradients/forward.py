@@ -96,7 +96,7 @@ class Forward:
         tangents = _fitting(tangents, start, learned)
         after, sizes = start, tree.norm(tangents)[None]
         values = tangents[0].new_zeros(0)
-        look = first_look(training, "forward", self.skip, start, first)
+        look = first_look(training, "forward", self.skip, start, first, transposed=False)
         missed = Missed(training, start, steps, self.skip)
         step = _StepAhead(training, meta, learned, _ways(learned), look.over)
         with look.operations():
@@ -108,7 +108,7 @@ class Forward:
                 values = torch.cat([values, value[None]])
                 sizes = torch.cat([sizes, tree.norm(tangents)[None]])
             if "repeat" not in self.skip:
-                again = training.evaluate(start, first).value
+                again = training.evaluate(start, batch_at(batches, 0)).value
                 check_repeated(0, [values[0]], [again], rounding(values))
             value, cotangent = outer_pull(outer_loss, after)
             notes = (*look.notes, left_out(meta, learned), missed.note(outer_loss, after))
