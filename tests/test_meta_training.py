@@ -144,24 +144,6 @@ def test_a_run_goes_on_when_asked_for_more_steps_and_is_done_when_asked_again(tm
     assert sorted(tmp_path.iterdir()) == files
 
 
-def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    save = torch.save
-
-    def full_disk(content, path):
-        if len(content[1].history) == 6:
-            path.write_bytes(b"half of a checkpoint")
-            raise Interrupted
-        save(content, path)
-
-    monkeypatch.setattr(meta_training.torch, "save", full_disk)
-    with pytest.raises(Interrupted):
-        run(tmp_path)
-    monkeypatch.undo()
-    resumed = run(tmp_path)
-    assert_same_bits(resumed.state, run().state)
-    assert [step for step, _ in points(tmp_path, "value")] == list(range(8))
-
-
 def test_events_are_the_history_and_what_is_learned_is_in_it(tmp_path):
     optimizer = Scheduled(Momentum(), ("lr", "decay"))
     hyper = optimizer.hyper(Momentum().hyper(lr=0.01, decay=0.5), 3, {"lr": [0.01, 0.02, 0.03]})
@@ -224,17 +206,6 @@ def test_another_meta_learning_rate_is_refused(tmp_path):
     steer = learner.meta(meta, Adam().hyper(lr=0.2))
     with pytest.raises(ValueError, match="differs in steer"):
         meta_train(learner, steer, meta, task, 4, folder=tmp_path, progress=False)
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda whole: whole[: len(whole) // 2], lambda _: b""], ids=["torn", "empty"]
-)
-def test_a_damaged_checkpoint_is_refused_with_its_name(damage, tmp_path):
-    run(tmp_path, steps=2)
-    checkpoint = tmp_path / "checkpoint.pt"
-    checkpoint.write_bytes(damage(checkpoint.read_bytes()))
-    with pytest.raises(ValueError, match=rf"{checkpoint} is damaged.* Delete it"):
-        run(tmp_path, steps=4)
 
 
 @pytest.mark.parametrize("name", ["steps", "windows", "save_every"])
