@@ -105,7 +105,7 @@ class RunFolder:
         self._logged = len(run.history)
 
     def _check_can_keep(self, new: Run) -> None:
-        """Refuse now what could not be loaded later: classes that are not NamedTuples by name."""
+        """Refuse now what could not be loaded later, such as an object of a class of its own."""
         file = io.BytesIO()
         try:
             torch.save(
