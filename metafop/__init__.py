@@ -1,23 +1,31 @@
 """metafop learns how to train while it trains: a functional meta-optimizer library on torch.func."""
 
+from torch.serialization import add_safe_globals
+
 from metafop import diagnostics, functional, hypergradients, optim, safeguards, tree, verify
+from metafop.hypergradients import EvolutionCarry, ForwardCarry
 from metafop.online import Online, OnlineCarry
 from metafop.optimizers import (
     SGD,
     Adam,
     AdamHyper,
+    AdamState,
     Momentum,
     MomentumHyper,
     ReversibleMomentum,
+    ReversibleState,
     Scheduled,
+    ScheduledState,
     SGDHyper,
 )
 from metafop.preconditioners import (
+    Aging,
     Bounded,
     Dense,
     Diagonal,
     Identity,
     Kronecker,
+    KroneckerFactors,
     LowRank,
     Normalized,
     Rescaled,
@@ -40,6 +48,12 @@ from metafop.types import (
 from metafop.unrolled import Unrolled, UnrolledState
 
 __version__ = "0.1.0"
+
+# What a state is made of: torch.load reads it without weights_only=False, which would run any code in a file.
+_STATES = [Meta, Seen, Carry, Last, Estimate, OnlineCarry, UnrolledState, ForwardCarry, EvolutionCarry]
+_HYPERS = [SGDHyper, MomentumHyper, AdamHyper]
+_PARTS = [AdamState, ReversibleState, ScheduledState, Aging, KroneckerFactors]
+add_safe_globals([*_STATES, *_HYPERS, *_PARTS])
 
 __all__ = [
     "SGD",

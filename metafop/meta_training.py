@@ -1,16 +1,16 @@
 """The loop of learning over horizons: episodes cut into windows, a folder to look at and to go on from."""
 
-import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.tensorboard import Logger
+from metafop.fingerprint import fingerprint
+from metafop.run_folder import History, Notes, Run, RunFolder, Settings
 from metafop.types import Batches, Meta, OuterLoss
 from metafop.unrolled import Unrolled, UnrolledState
 
@@ -21,15 +21,14 @@ except ImportError as error:
         'metafop.meta_training needs rich, which is not installed: pip install "metafop[experiments]".'
     ) from error
 
-History = list[dict[str, float]]  # a row for each step
-Notes = dict[str, int]  # each sentence with the step that said it first
-
 
 class Task(Protocol):
     """What is trained, again and again: episodes, each of some windows.
 
     All depends on the numbers of these alone, and what is random is seeded by them: so a run can go on later.
     Its `repr` tells its settings, as that of a dataclass does: a folder is refused if it holds another's run.
+    So is one where the start, the batches or the losses of episode 0's first window are others; for that,
+    losses are also evaluated at parameters a little away from the start.
     What an estimator carries besides (`forward.init`, `evolution.init`) is for `start` to return.
     """
 
@@ -54,15 +53,6 @@ class Trained(NamedTuple):
     notes: Notes
 
 
-class _Run(NamedTuple):
-    """What a run goes on from."""
-
-    state: UnrolledState
-    carry: Any
-    history: History
-    notes: Notes
-
-
 def meta_train(
     learner: Unrolled,
     steer: Meta,
@@ -79,8 +69,9 @@ def meta_train(
 
     A `folder` is for events, which TensorBoard shows, and a checkpoint, written every `save_every` steps and
     at the end. Called again with it, an interrupted run goes on from there and ends, bit for bit, as if it
-    had not been; a run with other settings is refused. A checkpoint is a pickle, which may run any code when
-    it is read: name no folder that you do not trust.
+    had not been. Refused are a run with other settings, losses or data, as far as they differ in the first
+    window of episode 0; a folder that another process writes to; and a file that is damaged or holds more
+    than data. A state or carry may hold dicts, lists, tuples and NamedTuples of tensors.
 
     >>> from metafop.meta_training import meta_train
     >>> from metafop.unrolled import Unrolled
@@ -102,27 +93,34 @@ def meta_train(
     for name, number in (("steps", steps), ("windows", windows), ("save_every", save_every)):
         if number < 1:
             raise ValueError(f"meta_train takes {name} of one or more, got {number}. Pass a positive number.")
-    settings = {"learner": learner, "task": task, "windows": windows, "steer": steer, "meta": meta}
-    with _Folder(folder, settings) as kept, _bar(progress) as bar:
-        run = kept.load(steps) or _Run(learner.init(meta), None, [], {})
+    opened = nullcontext() if folder is None else RunFolder(folder)
+    with opened as kept, _bar(progress) as bar:
+        run = Run(learner.init(meta), None if kept is None else task.start(0), [], {})
+        if kept is not None:
+            run = kept.load(run, _settings(learner, steer, meta, task, windows, run.carry))
         done = len(run.history)
+        if done > steps:
+            raise ValueError(
+                f"{folder} holds a run of {done} steps, more than steps={steps}. "
+                "Pass another folder, or as many steps."
+            )
         shown = bar.add_task("", total=steps, completed=done, value="")
         for i in range(done, steps):
             run = _stepped(learner, steer, task, run, *divmod(i, windows))
             bar.update(shown, completed=i + 1, value=f"{run.history[-1]['value']:.4g}")
-            if (i + 1) % save_every == 0 or i + 1 == steps:
+            if kept is not None and ((i + 1) % save_every == 0 or i + 1 == steps):
                 kept.save(run)
     return Trained(run.state, run.history, run.notes)
 
 
-def _stepped(learner: Unrolled, steer: Meta, task: Task, run: _Run, episode: int, window: int) -> _Run:
+def _stepped(learner: Unrolled, steer: Meta, task: Task, run: Run, episode: int, window: int) -> Run:
     carry = task.start(episode) if window == 0 else run.carry
     batches, outer_loss = task.batches(episode, window), task.outer_loss(episode, window)
     state, carry, info = learner.step(steer, run.state, outer_loss, carry, batches)
     scalars = {k: x for k, x in info.items() if isinstance(x, Tensor) and x.numel() == 1}
     row = {k: float(x) for k, x in (_numbers(learner, run.state.meta) | scalars).items()}
     said = dict.fromkeys(info["notes"], len(run.history))
-    return _Run(state, carry, [*run.history, row], said | run.notes)
+    return Run(state, carry, [*run.history, row], said | run.notes)
 
 
 def _numbers(learner: Unrolled, meta: Meta) -> dict[str, Tensor]:
@@ -149,71 +147,14 @@ def _bar(progress: bool) -> Progress:
     )
 
 
-def _comparable(setting: Any) -> Any:
-    """Return the tensors of a meta by name, and of all else how Python prints it.
+def _settings(learner: Unrolled, steer: Meta, meta: Meta, task: Task, windows: int, start: Any) -> Settings:
+    """Return what tells this run from others: as it prints, and by what the training of episode 0 sees."""
+    printed = {"learner": _printed(learner), "task": _printed(task), "windows": _printed(windows)}
+    tensors = {"steer": tree.named(steer), "meta": tree.named(meta)}
+    window = (task.batches(0, 0), task.outer_loss(0, 0))
+    return [printed | tensors, *fingerprint(learner.training, meta, start, *window)]
 
-    Without addresses: in another process they are others.
-    """
-    if isinstance(setting, Meta):
-        return tree.named(setting)
+
+def _printed(setting: object) -> str:
+    """Return how Python prints it, without addresses: in another process they are others."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(setting))
-
-
-class _Folder:
-    """Keeps a run: a checkpoint to go on from, and the history for TensorBoard. Without a path, nothing."""
-
-    def __init__(self, path: str | Path | None, settings: dict[str, Any]) -> None:
-        self.path = None if path is None else Path(path)
-        self.settings = {} if path is None else {name: _comparable(x) for name, x in settings.items()}
-        self.logger: Logger | None = None
-        self.logged = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.logger is not None:
-            self.logger.close()
-
-    def load(self, steps: int) -> _Run | None:
-        """Return the run that is kept here, if any, or refuse one with other settings."""
-        if self.path is None or not (self.path / "checkpoint.pt").exists():
-            return None
-        try:
-            settings, run = torch.load(self.path / "checkpoint.pt", weights_only=False)
-        except (EOFError, RuntimeError, UnpicklingError) as error:
-            raise ValueError(
-                f"{self.path / 'checkpoint.pt'} is damaged, or was written by something else "
-                f"({type(error).__name__}). Delete it to start anew, or pass another folder."
-            ) from error
-        others = [name for name, value in self.settings.items() if not _same(value, settings[name])]
-        if others:
-            raise ValueError(
-                f"{self.path} holds a run that differs in {' and '.join(others)}. "
-                "Pass another folder, or the settings of that run."
-            )
-        self.logged = len(run.history)
-        if self.logged > steps:
-            raise ValueError(
-                f"{self.path} holds a run of {self.logged} steps, more than steps={steps}. "
-                "Pass another folder, or as many steps."
-            )
-        return run
-
-    def save(self, run: _Run) -> None:
-        if self.path is None:
-            return
-        self.path.mkdir(parents=True, exist_ok=True)
-        torch.save((self.settings, run), self.path / "unfinished.pt")
-        os.replace(self.path / "unfinished.pt", self.path / "checkpoint.pt")  # whole, or not at all
-        # Events come last: those of a step that is not in the checkpoint would be written twice.
-        self.logger = self.logger or Logger(self.path)
-        for step in range(self.logged, len(run.history)):
-            self.logger.info(step, {name: torch.tensor(x) for name, x in run.history[step].items()})
-        self.logged = len(run.history)
-
-
-def _same(x: Any, y: Any) -> bool:
-    if not isinstance(x, dict):
-        return x == y
-    return x.keys() == y.keys() and all(x[k].dtype == y[k].dtype and torch.equal(x[k], y[k]) for k in x)

@@ -18,10 +18,11 @@ STOREYS = [
     {"hypergradients", "safeguards"},
     {"diagnostics", "learned"},
     {"online", "unrolled"},
-    {"optim", "verify", "tensorboard"},
+    {"optim", "verify", "tensorboard", "fingerprint"},
+    {"run_folder"},
     {"meta_training"},
 ]
-EXTRAS = {"tensorboard": {"tensorboard"}, "meta_training": {"rich"}}
+EXTRAS = {"tensorboard": {"tensorboard"}, "run_folder": {"filelock"}, "meta_training": {"rich"}}
 FLOOR = {part: floor for floor, parts in enumerate(STOREYS) for part in parts}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"]
 
@@ -60,9 +61,8 @@ def test_what_is_private_in_torch_is_used_for_trees_and_to_compile_alone(path):
 
 
 def test_importing_metafop_leaves_the_extras_alone():
-    code = (
-        "import sys, metafop; print(sorted({'tensorboard', 'matplotlib', 'rich', 'tyro'} & set(sys.modules)))"
-    )
+    extras = {"tensorboard", "filelock", "matplotlib", "rich", "tyro"}
+    code = f"import sys, metafop; print(sorted({extras} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 
