@@ -139,8 +139,8 @@ def unwritten(params: Params, versions: Mapping[str, int]) -> None:
     for name, version in versions.items():
         if params[name]._version != version:
             raise ValueError(
-                f"The loss writes into the parameter {name!r} that it is given, as an embedding with max_norm "
-                "does. Compute new tensors instead."
+                f"The loss writes into the parameter {name!r} that it is given, as an embedding with "
+                "max_norm does. Compute new tensors instead."
             )
 
 

@@ -84,8 +84,8 @@ class Learned:
     ) -> tuple[Meta, Tree, Tensor]:
         """Return meta and the optimizer's state after its step, and whether meta has moved.
 
-        The step is taken if it may be (`moves`) and if where it leads is finite. A step of zero, or one that is
-        lost in rounding, moves nothing.
+        The step is taken if it may be (`moves`) and if where it leads is finite. A step of zero, or one that
+        is lost in rounding, moves nothing.
         """
         values = self.of(meta)
         old = {name: self._domain(name).coordinate(value) for name, value in values.items()}

@@ -152,7 +152,7 @@ _IDENTITY = Identity()
 def _unrecorded(seen: Seen, given: Tree) -> Seen:
     """Return what was seen without what torch.autograd recorded, unless of tensors that the loss was given.
 
-    A tensor that a loss closes over and that requires a gradient would otherwise keep the graphs of all steps.
+    A tensor that a loss closes over and that requires a gradient would otherwise keep the graph of each step.
     """
     if not seen.value.requires_grad or tree.is_transforming():
         return seen

@@ -96,8 +96,9 @@ class Adjoint:
                 "Adjoint(compile=True) was called inside vmap, grad or another transform of torch.func, "
                 "which cannot see into what is compiled. Call it outside, or with compile=False."
             )
+        meta, carry = apart((meta, carry))
         with estimating():
-            return self._estimate(training, outer_loss, *apart((meta, carry)), batches)
+            return self._estimate(training, outer_loss, meta, carry, batches)
 
     def _estimate(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches

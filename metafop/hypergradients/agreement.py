@@ -15,7 +15,7 @@ Function = Callable[..., tuple[Leaves, ...]]
 def check_agreement(compiled: Sequence[Leaves], function: Function, groups: Sequence[Leaves]) -> None:
     """Refuse what was compiled if it differs from `function(*groups)` by more than rounding does.
 
-    What rounding does is √eps of a tensor and 10⁴ eps of all in its list; where that is passed, a hundred times
+    Rounding may do √eps of a tensor and 10⁴ eps of all in its list; where that is passed, a hundred times
     what the function itself does if each number it is given is moved by eps: Adam's first step, for one,
     makes a sign of a gradient that is nothing but rounding.
     """

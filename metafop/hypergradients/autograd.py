@@ -43,8 +43,9 @@ class Autograd:
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
+        meta, carry = apart((meta, carry))
         with estimating():
-            return self._estimate(training, outer_loss, *apart((meta, carry)), batches)
+            return self._estimate(training, outer_loss, meta, carry, batches)
 
     def _estimate(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches

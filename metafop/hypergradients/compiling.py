@@ -119,9 +119,9 @@ def _refuse_random(graph: GraphModule) -> None:
     for operation in drawn:
         if torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()):
             raise ValueError(
-                f"The loss draws random numbers ({operation}), and a compiled step would draw others whenever "
-                "it is taken again. Pass seeded=True to functional.from_module or functional.plain, or pass "
-                "the numbers with the batch."
+                f"The loss draws random numbers ({operation}), and a compiled step would draw others "
+                "whenever it is taken again. Pass seeded=True to functional.from_module or functional.plain, "
+                "or pass the numbers with the batch."
             )
 
 

@@ -46,12 +46,11 @@ def _look(training: Trains, key: tuple[Over, bool, bool], carry: Any, batch: Bat
         if over == "forward" and (reason := forward_fails(training, carry, batch)):
             over = "reverse"
             notes.append(reason)
-        ways = sorted({over, "reverse"} if transposed else {over}) if compares else ()
-        if gap := max((second_derivative_gap(training, carry, batch, way) for way in ways), default=0.0):
-            over = "reverse"
-            notes.append(_stopped(gap))
         if not compares:
             training.evaluate(carry, batch)
+        elif gap := _gap(training, carry, batch, {over, "reverse"} if transposed else {over}):
+            over = "reverse"
+            notes.append(_stopped(gap))
     return Look(over, operations.used, tuple(notes))
 
 
@@ -67,22 +66,21 @@ def _stopped(gap: float) -> str:
     )
 
 
-def second_derivative_gap(training: Trains, carry: Any, batch: Batch, over: Over) -> float:
+def _gap(training: Trains, carry: Any, batch: Batch, overs: set[Over]) -> float:
     """Return how far H u is from (∇J(θ + hu) - ∇J(θ)) / h, relative to their size, or 0 if it is not.
 
     In double precision if the loss can be computed so: h must be so small that no ReLU changes its sign
     on the way.
     """
     carry = held(carry)
-    if all(p.dtype == torch.float64 for p in carry.params.values()):
-        return _gap(training, carry, batch, over)
+    doubled, doubled_batch = tree.map(_double, (carry, batch))
     try:
-        return _gap(training, *tree.map(_double, (carry, batch)), over)
+        return max(_gap_of(training, doubled, doubled_batch, over) for over in overs)
     except Exception:  # any fault that is not the precision's shows again in that of the parameters
-        return _gap(training, carry, batch, over)
+        return max(_gap_of(training, carry, batch, over) for over in overs)
 
 
-def _gap(training: Trains, carry: Any, batch: Batch, over: Over) -> float:
+def _gap_of(training: Trains, carry: Any, batch: Batch, over: Over) -> float:
     params, rng = list(carry.params.values()), Generator().manual_seed(0)
     along = [torch.randn(p.shape, dtype=p.dtype, generator=rng).to(p.device) for p in params]
 
@@ -112,7 +110,7 @@ _TOLERANCE = {torch.float64: 1e-3}
 
 
 def _largest(x: list[Tensor], y: list[Tensor]) -> tuple[int, float]:
-    """Return the place where two lists differ most, relative to the size of what is there, and by how much."""
+    """Return where two lists differ most, relative to the size of what is there, and by how much."""
     least = 1e-3 * torch.maximum(tree.norm(x), tree.norm(y))  # below this, all may be rounding
     sizes = [torch.stack([a.norm(), b.norm(), least]).amax() for a, b in zip(x, y, strict=True)]
     gaps = torch.stack([_distance(a, b) / size for a, b, size in zip(x, y, sizes, strict=True)])

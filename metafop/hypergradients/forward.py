@@ -82,9 +82,9 @@ class Forward:
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
-        goes_on = isinstance(carry, ForwardCarry)
+        goes_on, (meta, carry) = isinstance(carry, ForwardCarry), apart((meta, carry))
         with estimating():
-            estimate = self._estimate(training, outer_loss, *apart((meta, carry)), batches)
+            estimate = self._estimate(training, outer_loss, meta, carry, batches)
         return estimate if goes_on else estimate._replace(carry=estimate.carry.carry)
 
     def _estimate(
@@ -109,7 +109,7 @@ class Forward:
                 sizes = torch.cat([sizes, tree.norm(tangents)[None]])
             if "repeat" not in self.skip:
                 again = training.evaluate(start, batch_at(batches, 0)).value
-                check_repeated(0, [values[0]], [again], rounding(values))
+                check_repeated(0, [values[0]], [again], rounding(values.unbind()))
             value, cotangent = outer_pull(outer_loss, after)
             notes = (*look.notes, left_out(meta, learned), missed.note(outer_loss, after))
         zeros = tree.zeros_like(meta)  # of what overflowed in grads, tangents tell more

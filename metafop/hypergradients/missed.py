@@ -16,8 +16,8 @@ from metafop.types import Batch, OuterLoss, Trains
 class Missed:
     """Whether a gradient or the outer loss depends on buffers that training has changed.
 
-    To see it, those that have changed since the start are moved at random, at two steps and at the end. Before
-    step 2 nothing can be missed: the first parameters, and so the next buffers, do not depend on meta.
+    To see it, those that have changed since the start are moved at random, at two steps and at the end.
+    Before step 2 nothing can be missed: the first parameters, and so the next buffers, do not depend on meta.
     """
 
     def __init__(self, training: Trains, start: Any, steps: int, skip: Skip) -> None:
@@ -35,7 +35,7 @@ class Missed:
         value: Tensor,
         evaluate: Callable[[Any], Tensor] | None = None,
     ) -> None:
-        """Look at a step that saw `value`; `evaluate` gives the loss of another carry, if compiled code does."""
+        """Look at a step that saw `value`; `evaluate`, if given, returns what it sees from another carry."""
         if t not in self.steps or self.names:
             return
         moved, names = _moved(carry, self.start)
@@ -54,9 +54,9 @@ class Missed:
             moved, names = _moved(after, self.start)
             if names and not torch.equal(outer_loss(after), outer_loss(moved)):
                 return (
-                    f"The outer loss depends on the buffers ({', '.join(sorted(names))}), as a loss in eval mode "
-                    "does on batch norm's statistics, and the derivative through them is missed. In training "
-                    "mode nothing is."
+                    f"The outer loss depends on the buffers ({', '.join(sorted(names))}), as a loss in eval "
+                    "mode does on batch norm's statistics, and the derivative through them is missed. In "
+                    "training mode nothing is."
                 )
         if self.names:
             return (

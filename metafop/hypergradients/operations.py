@@ -1,6 +1,6 @@
 """Operations whose second derivative torch lacks or gets wrong, written out in others that have it.
 
-The switch is a mode of torch functions, which belongs to one thread: what other threads compute stays as it is.
+The switch is a mode of torch functions, which belongs to one thread: what others compute stays as it is.
 """
 
 from __future__ import annotations

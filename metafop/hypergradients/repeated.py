@@ -19,10 +19,10 @@ def check_repeated(t: int, first: Sequence[Tensor], again: Sequence[Tensor], ato
         what = "loss" if x is tree.unwrapped(first[0]) else "gradient"
         raise ArithmeticError(
             f"The {what} of step {t} comes out different when the step is taken again, by "
-            f"{(x - y).abs().max():.3g}, so that no derivative of it would be right. Likely causes are random "
-            "numbers (pass seeded=True to functional.from_module or functional.plain), a module whose mode "
-            "changed, batches that augment in __getitem__, or a counter in forward. Make the loss a function "
-            "of its arguments, and batches[t] the same whenever it is asked."
+            f"{(x - y).abs().max():.3g}, so that no derivative of it would be right. Likely causes are "
+            "random numbers (pass seeded=True to functional.from_module or functional.plain), a module whose "
+            "mode changed, batches that augment in __getitem__, or a counter in forward. Make the loss a "
+            "function of its arguments, and batches[t] the same whenever it is asked."
         )
 
 

@@ -51,8 +51,8 @@ class ReversibleAdjoint:
 
     Integer buffers, such as a seed or a count, are kept for each step. Others cannot be undone, and the last
     ones stand in for all: right wherever the gradient does not depend on them, as batch norm's in training
-    mode. That the sweep came back to the start is checked; a training that diverged, or left the range that is
-    exact, is noted with its step, and NaN stands for grads. (docs/math.md, 24)
+    mode. That the sweep came back to the start is checked; a training that diverged, or left the range that
+    is exact, is noted with its step, and NaN stands for grads. (docs/math.md, 24)
     `skip` names checks to leave out, as for `Adjoint`.
 
     >>> from metafop.optimizers import ReversibleMomentum
