@@ -19,7 +19,7 @@ def check_agreement(compiled: Sequence[Leaves], function: Function, groups: Sequ
     what the function itself does if each number it is given is moved by eps: Adam's first step, for one,
     makes a sign of a gradient that is nothing but rounding.
     """
-    plain = function(*groups)
+    plain = function(*map(list, groups))
     worst = _worst(compiled, plain, [[_rounding(x, group) for x in group] for group in plain])
     if worst is None:
         return

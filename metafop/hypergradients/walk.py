@@ -63,11 +63,11 @@ def walk_of(
     return Walk(ahead, back)
 
 
-def _compiled(training: Trains, settings: tuple, checked: bool) -> Walk:
+def _compiled(training: Trains, key: tuple) -> Walk:
+    *settings, checked = key
     walk = walk_of(training, *settings)
     return Walk(Compiled(walk.ahead, checked), Compiled(walk.back, checked))
 
 
-compiled_walk = PerTraining(
-    _compiled
-)  # (training, settings of walk_of, checked) -> the same functions each time
+# compiled_walk(training, (*settings of walk_of, checked)): the same functions each time, compiled once.
+compiled_walk = PerTraining(_compiled)
