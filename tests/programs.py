@@ -4,7 +4,7 @@ Every choice is a small integer to hypothesis: which ones it draws does not depe
 """
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -81,11 +81,6 @@ class Program:
     cut: int
     keep: str | int
     seed: int
-
-    def __repr__(self) -> str:
-        """Return what makes the program again, a choice a line."""
-        lines = [f"\n    {field.name}={getattr(self, field.name)!r}," for field in fields(self)]
-        return f"Program({''.join(lines)}\n)"
 
     def window(self) -> Window:
         generator = Generator().manual_seed(self.seed)
