@@ -3,6 +3,7 @@
 import copy
 import io
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import pytest
@@ -23,7 +24,20 @@ from torch import nn
 from torch.func import grad_and_value
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metafop import SGD, Adam, Dense, Meta, Momentum, Online, Rescaled, Scalar, Training, functional, tree
+from metafop import (
+    SGD,
+    Adam,
+    Dense,
+    Meta,
+    Momentum,
+    Online,
+    Rescaled,
+    Scalar,
+    Scheduled,
+    Training,
+    functional,
+    tree,
+)
 from metafop.hypergradients import autograd
 from metafop.hypergradients.evolution import Evolution, evolution
 
@@ -240,6 +254,40 @@ def test_perturbations_stay_in_range_however_large(generator):
     assert (kept.lr > 0).all()
     assert ((kept.decay > 0) & (kept.decay < 1)).all()
     assert_near(kept.lr[:32] * kept.lr[32:], torch.full((32,), 0.1**2), rtol=1e-10)
+
+
+def test_what_is_on_the_boundary_of_its_range_stays_exactly_there(generator):
+    training = Training(functional.plain(lambda params, batch: params["w"].sum()), Recording())
+    params = {"w": torch.ones(1)}
+    meta, carry = training.meta(params, Momentum().hyper(lr=0.1, decay=0.0)), training.init(params)
+    estimator = Evolution(("hyper.lr", "hyper.decay"), sigma=0.5)
+    state = estimator.init(carry, generator)
+    state = estimator(training, lambda carry: carry.params["w"].sum(), meta, state, [()]).carry
+    assert (state.carries.opt.decay == 0).all()
+    assert (state.perturbations["hyper.decay"] == 0).all()
+    assert len(state.carries.opt.lr.unique()) == 64
+
+
+def test_beside_an_entry_on_the_boundary_the_others_move(generator):
+    """The gradient is 1: each step moves w by its entry of the schedule."""
+    scheduled, params = Scheduled(SGD()), {"w": torch.ones(1)}
+    training = Training(functional.plain(lambda params, batch: params["w"].sum()), scheduled)
+    hyper = scheduled.hyper(SGD().hyper(lr=0.0), steps=3, schedules={"lr": [0.1, 0.0, 0.2]})
+    meta, estimator = training.meta(params, hyper), Evolution(LR, sigma=0.5)
+    state, estimates = estimator.init(training.init(params), generator), []
+    for _ in range(3):
+        estimates.append(estimator(training, lambda carry: carry.params["w"].sum(), meta, state, [()]))
+        state = estimates[-1].carry
+    places = [torch.ones(64, 1), *(estimate.carry.carries.params["w"] for estimate in estimates)]
+    first, second, third = (before - after for before, after in pairwise(places))
+    assert (second == 0).all()
+    for way, lr in ((first, 0.1), (third, 0.2)):
+        assert len(way.unique()) == 64
+        assert_near(way[:32] * way[32:], torch.full((32, 1), lr**2), rtol=1e-12)
+    last, stays = estimates[-1], torch.tensor([False, True, False])
+    assert torch.equal(last.carry.perturbations["hyper.lr"] == 0, stays.expand(32, 3))
+    assert torch.equal(last.grads.hyper.lr == 0, stays)
+    assert "boundary of its range: hyper.lr." in last.info["notes"][1]
 
 
 def chaos(lr):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
+from metafop import Diagonal, Rescaled
 from metafop.optim import FOP
 
 RESUMED = {name: make for name, make in ALL.items() if name != "sgd"}
@@ -224,6 +225,23 @@ def test_a_failing_base_leaves_everything_as_it_was(steps, generator, monkeypatc
         optimizer.step()
     assert_same(kept(optimizer), before)
     assert [id(p.grad) for p in problem.params] == grads
+
+
+def test_a_failing_base_leaves_the_time_of_a_family_as_it_was(generator, monkeypatch):
+    problem = task(generator)
+    family = Rescaled(Rescaled(Diagonal(), limit=2.0), limit=0.5)
+    optimizer = FOP(problem.params, Descent, preconditioner=family, interval=1)
+    problem.train(optimizer, steps=3)
+    problem.backward()
+    before = kept(optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(Descent, "fails", True)
+        with pytest.raises(ArithmeticError, match="the base has failed"):
+            optimizer.step()
+    assert_same(kept(optimizer), before)
+    optimizer.step()
+    for m in optimizer.inspect()[1].precond.values():
+        assert m.time == m.inner.time == 4  # it starts at 1, and the first step is not learned from
 
 
 @pytest.mark.parametrize("steps", [3, 4, 5])

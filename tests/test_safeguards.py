@@ -1,5 +1,7 @@
 """Guards on hypergradients and bounds on meta: what each does to the numbers, and what they prevent."""
 
+import math
+
 import pytest
 import torch
 from problems import assert_near, mlp
@@ -9,6 +11,7 @@ from torch.func import vmap
 from metafop import (
     SGD,
     Adam,
+    Bounded,
     Dense,
     Last,
     LowRank,
@@ -127,6 +130,22 @@ def test_bound_norm_keeps_every_matrix_within_its_limit():
     ]
     assert max(norms) <= 1.5 * (1 + 1e-12)
     assert norms[-1] == pytest.approx(1.5)
+
+
+LIMITED = {
+    "bound_norm": safeguards.bound_norm,
+    "clip": safeguards.clip,
+    "Bounded": lambda limit: Bounded(Dense(), limit),
+    "Rescaled": lambda limit: Rescaled(Dense(), limit),
+}
+
+
+@pytest.mark.parametrize("limit", [0, 0.0, -0.0, -1.5, -math.inf, math.nan, False], ids=repr)
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_limit_that_is_not_above_zero_is_refused(name, limit):
+    sentence = rf"{name} needs a limit above zero, got (limit=)?{limit}\. (Pass|At) .+\.$"
+    with pytest.raises(ValueError, match=sentence):
+        LIMITED[name](limit)
 
 
 def test_rescaled_ends_at_its_limit_and_converges_where_the_limit_is_below_one_over_l():
