@@ -6,6 +6,7 @@ now, the last step, and what was seen since. A bound is `meta -> meta`.
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -93,5 +94,8 @@ def _size(x: Tensor) -> Tensor:
 
 
 def _check_limit(name: str, limit: float) -> None:
-    if not limit > 0:
-        raise ValueError(f"safeguards.{name} needs a limit above zero, got {limit}. Pass a positive number.")
+    # At infinity the scale would have the derivative 0 · ∞.
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
+        raise ValueError(
+            f"safeguards.{name} takes a finite limit above zero, got {limit!r}. Pass a positive number."
+        )

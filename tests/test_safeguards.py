@@ -140,10 +140,12 @@ LIMITED = {
 }
 
 
-@pytest.mark.parametrize("limit", [0, 0.0, -0.0, -1.5, -math.inf, math.nan, False], ids=repr)
+@pytest.mark.parametrize(
+    "limit", [0, 0.0, -0.0, -1.5, -math.inf, math.nan, math.inf, False, True, "1"], ids=repr
+)
 @pytest.mark.parametrize("name", LIMITED)
-def test_a_limit_that_is_not_above_zero_is_refused(name, limit):
-    sentence = rf"{name} needs a limit above zero, got (limit=)?{limit}\. (Pass|At) .+\.$"
+def test_a_limit_that_is_no_finite_number_above_zero_is_refused(name, limit):
+    sentence = rf"{name} takes a finite limit above zero, got (limit=)?{limit!r}\. Pass .+\.$"
     with pytest.raises(ValueError, match=sentence):
         LIMITED[name](limit)
 

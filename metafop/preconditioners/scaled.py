@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -78,11 +79,7 @@ class Bounded(_Scaled):
 
     def __post_init__(self) -> None:
         _check_family(self)
-        if not self.limit > 0:
-            raise ValueError(
-                f"Bounded needs a limit above zero, got limit={self.limit}. "
-                "At 1 the preconditioner may only shrink the gradient."
-            )
+        _check_limit(self, "Pass a positive number: at 1, P may only shrink the gradient.")
 
     def _scale(self, m: Tree) -> Tensor:
         largest = self.limit * self.family.dimension(m) ** 0.5
@@ -132,11 +129,7 @@ class Rescaled:
 
     def __post_init__(self) -> None:
         _check_family(self)
-        if not self.limit > 0:
-            raise ValueError(
-                f"Rescaled needs a limit above zero, got limit={self.limit}. "
-                "Pass a norm below 1/L, L the smoothness of the loss."
-            )
+        _check_limit(self, "Pass a norm below 1/L, L the smoothness of the loss.")
 
     def init(self, param: Tensor, generator: Generator | None = None) -> Aging:
         time = param.new_ones((), dtype=torch.promote_types(param.dtype, torch.float32))
@@ -187,6 +180,14 @@ def _check_family(wrapper: Normalized | Bounded | Rescaled | _Scaled) -> None:
             f"{type(wrapper).__name__} wraps a family that has dimension, norm, eigenvalues and matrix, "
             f"got {wrapper.family!r}. Pass one such as Dense(), or give yours these methods."
         )
+
+
+def _check_limit(wrapper: Bounded | Rescaled, remedy: str) -> None:
+    limit = wrapper.limit
+    # At infinity the scale would have the derivative 0 · ∞.
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
+        name = type(wrapper).__name__
+        raise ValueError(f"{name} takes a finite limit above zero, got limit={limit!r}. {remedy}")
 
 
 def _nonzero(norm: Tensor) -> Tensor:
