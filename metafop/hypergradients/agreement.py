@@ -31,8 +31,8 @@ def check_agreement(compiled: Sequence[Leaves], function: Function, groups: Sequ
     if worst is not None:
         x, y = worst
         raise ArithmeticError(
-            f"A compiled step gives {x:.6g} for {y:.6g}, its largest difference from the step that is not "
-            "compiled: torch's compiler is wrong about an operation in the loss, or the loss reads what "
+            f"A compiled step gives {x:.6g} where the step itself gives {y:.6g}, by {abs(x - y):.3g} the largest "
+            "difference: torch's compiler is wrong about an operation in the loss, or the loss reads what "
             "changes from call to call. Pass compile=False."
         )
 

@@ -13,7 +13,7 @@ from metafop.hypergradients.adjoint import adjoint
 from metafop.hypergradients.findings import findings
 from metafop.hypergradients.first_look import first_look
 from metafop.hypergradients.missed import Missed
-from metafop.hypergradients.repeated import check_repeated
+from metafop.hypergradients.repeated import check_repeated, repeats_after
 from metafop.hypergradients.unroll import (
     Skip,
     apart,
@@ -25,7 +25,7 @@ from metafop.hypergradients.unroll import (
     horizon,
     outer_value,
 )
-from metafop.types import Batches, Estimate, Meta, OuterLoss, Seen, Trains
+from metafop.types import Batches, Estimate, Meta, OuterLoss, Trains
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Autograd:
         look = first_look(training, "reverse", self.skip, carry, first)
         missed = Missed(training, carry, steps, self.skip)
 
-        def unrolled(meta: Meta) -> tuple[Tensor, tuple[Any, list[Tensor], Seen, dict[int, Any]]]:
+        def unrolled(meta: Meta) -> tuple[Tensor, tuple[Any, list[Tensor], dict[int, Any]]]:
             now, values, looked_at = carry, [], {}
             seen = seen_first = training.evaluate(held(now), first)
             for t in range(steps):
@@ -64,16 +64,16 @@ class Autograd:
                     looked_at[t] = now
                 now, _ = training.advance(meta, held(now), seen)
                 values.append(seen.value)
+                if t == repeats_after(steps, self.skip):
+                    again = training.evaluate(carry, batch_at(batches, 0))
+                    check_repeated(0, tree.leaves(seen_first), tree.leaves(again))
             value = outer_value(outer_loss, held(now))
             check_dependence(tree.is_tracked(value))
-            return value, (now, values, seen_first, looked_at)
+            return value, (now, values, looked_at)
 
         with look.operations():
             unroll = grad_and_value(unrolled, has_aux=True)
-            grads, (value, (after, values, seen_first, looked_at)) = apart(unroll(meta))
-            if "repeat" not in self.skip:
-                again = training.evaluate(carry, batch_at(batches, 0))
-                check_repeated(0, tree.leaves(seen_first), tree.leaves(again))
+            grads, (value, (after, values, looked_at)) = apart(unroll(meta))
             for t, now in looked_at.items():
                 missed.at(t, now, batch_at(batches, t), values[t])
             info = findings(value, grads, values, notes=(*look.notes, missed.note(outer_loss, after)))

@@ -14,7 +14,7 @@ from metafop import parts, tree
 from metafop.hypergradients.findings import findings
 from metafop.hypergradients.first_look import first_look
 from metafop.hypergradients.missed import Missed
-from metafop.hypergradients.repeated import check_repeated, rounding
+from metafop.hypergradients.repeated import check_repeated, repeats_after, rounding
 from metafop.hypergradients.unroll import (
     Cotangent,
     Over,
@@ -107,9 +107,9 @@ class Forward:
                 # Not lists: over many steps, small tensors that stay would scatter the memory of large ones.
                 values = torch.cat([values, value[None]])
                 sizes = torch.cat([sizes, tree.norm(tangents)[None]])
-            if "repeat" not in self.skip:
-                again = training.evaluate(start, batch_at(batches, 0)).value
-                check_repeated(0, [values[0]], [again], rounding(values.unbind()))
+                if t == repeats_after(steps, self.skip):
+                    again = training.evaluate(start, batch_at(batches, 0)).value
+                    check_repeated(0, [values[0]], [again], rounding(values.unbind()))
             value, cotangent = outer_pull(outer_loss, after)
             notes = (*look.notes, left_out(meta, learned), missed.note(outer_loss, after))
         zeros = tree.zeros_like(meta)  # of what overflowed in grads, tangents tell more

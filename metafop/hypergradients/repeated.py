@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from metafop import tree
+from metafop.hypergradients.unroll import Skip
 
 
 def check_repeated(t: int, first: Sequence[Tensor], again: Sequence[Tensor], atol: float = 0.0) -> None:
@@ -24,6 +25,14 @@ def check_repeated(t: int, first: Sequence[Tensor], again: Sequence[Tensor], ato
             "mode changed, batches that augment in __getitem__, or a counter in forward. Make the loss a "
             "function of its arguments, and batches[t] the same whenever it is asked."
         )
+
+
+def repeats_after(steps: int, skip: Skip) -> int:
+    """Return the step after which the first is taken again, where no other is; -1 if that is skipped.
+
+    As late as can be, and an odd number of steps after the first: what alternates is seen too.
+    """
+    return -1 if "repeat" in skip else steps - 2 + steps % 2
 
 
 def rounding(values: Sequence[Tensor]) -> float:
