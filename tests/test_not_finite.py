@@ -108,3 +108,54 @@ def test_a_meta_step_that_overflows_is_not_taken(generator):
     online = Online(training, SGD(), ("hyper.lr",), guards=())
     for state in states(online, SGD().hyper(lr=1e300), meta, training.init(problem.params), problem.batches):
         assert tree.all_finite((state.params, state.meta))
+
+
+@every("optimizer", {"sgd": SGD(), "momentum": Momentum(), "adam": Adam()})
+def test_a_step_that_leads_out_of_the_finite_is_not_taken_and_info_says_so(optimizer):
+    training = Training(functional.plain(lambda params, x: (params["w"] * x).square().sum()), optimizer)
+    params, x = {"w": torch.ones(2)}, torch.tensor(1e5)
+    meta = training.meta(params, optimizer.hyper(lr=1e308))
+    online = Online(training, Adam(), ("hyper.lr",))
+    steer, state = online.meta(meta, Adam().hyper(lr=0.1)), online.init(meta, training.init(params))
+    for _ in range(4):
+        before = state
+        state, info = online.step(steer, state, x)
+        assert tree.all_finite((state.params, state.carry.opt, state.meta))
+        assert info["finite"] == (not torch.equal(state.params["w"], before.params["w"]))
+    assert not info["finite"]
+
+
+def test_what_was_learned_at_a_step_that_was_not_taken_is_not_kept():
+    """Only then can training go on: the next step is taken with the meta before."""
+    training = Training(functional.plain(lambda params, x: (x * params["w"]).square().sum()), SGD())
+    params = {"w": torch.ones(2)}
+    meta = training.meta(params, SGD().hyper(lr=1e-3))
+    online = Online(training, SGD(), ("hyper.lr",), guards=())
+    steer, state = online.meta(meta, SGD().hyper(lr=8.75e-6)), online.init(meta, training.init(params))
+    state, _ = online.step(steer, state, torch.ones(2))
+    after, info = online.step(steer, state, torch.tensor(1e5))  # lr would be 1e301
+    assert not info["finite"]
+    assert not info["moved"]
+    assert_same_bits((after.meta, after.params), (state.meta, state.params))
+    healed, info = online.step(steer, after, torch.ones(2))
+    assert info["finite"]
+    assert not torch.equal(healed.params["w"], after.params["w"])
+
+
+@every("single", {"float32": torch.float32, "float64": torch.float64})
+def test_moved_is_false_where_nothing_moves(single):
+    """At a loss near 1e-36 the scale of a hypergradient underflows in single precision."""
+    training = Training(
+        functional.plain(lambda params, x: x * (params["w"] - 1).square().sum()), SGD(), {"w": Scalar()}
+    )
+    params = {"w": torch.zeros(2, dtype=single)}
+    meta = training.meta(params, SGD().hyper(lr=0.1))
+    online = Online(training, SGD(), ("precond", "hyper.lr"))
+    steer = online.meta(meta, SGD().hyper(lr=0.1))
+    for scale in (1.0, 1e-36, 0.0):
+        state = online.init(meta, training.init(params))
+        for _ in range(3):
+            before = state
+            state, info = online.step(steer, state, torch.tensor(scale, dtype=single))
+            same = all(map(torch.equal, tree.leaves(before.meta), tree.leaves(state.meta)))
+            assert bool(info["moved"]) == (not same)

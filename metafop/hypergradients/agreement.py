@@ -20,20 +20,20 @@ def check_agreement(compiled: Sequence[Leaves], function: Function, groups: Sequ
     makes a sign of a gradient that is nothing but rounding.
     """
     plain = function(*map(list, groups))
-    worst = _worst(compiled, plain, [[_rounding(x, group) for x in group] for group in plain])
-    if worst is None:
+    allowed = [[_rounding(x, group) for x in group] for group in plain]
+    if _worst(compiled, plain, allowed) is None:
         return
     moved = function(*_moved(groups))
-    sensitivity = [
-        [100 * _gap(x, y) for x, y in zip(*pair, strict=True)] for pair in zip(plain, moved, strict=True)
+    allowed = [
+        [limit + 100 * _gap(x, y) for limit, x, y in zip(*lists, strict=True)]
+        for lists in zip(allowed, plain, moved, strict=True)
     ]
-    worst = _worst(compiled, plain, sensitivity)
-    if worst is not None:
+    if worst := _worst(compiled, plain, allowed):
         x, y = worst
         raise ArithmeticError(
-            f"A compiled step gives {x:.6g} where the step itself gives {y:.6g}, by {abs(x - y):.3g} the largest "
-            "difference: torch's compiler is wrong about an operation in the loss, or the loss reads what "
-            "changes from call to call. Pass compile=False."
+            f"A compiled step gives {x:.6g} where the step itself gives {y:.6g}, by {abs(x - y):.3g} the "
+            "largest difference: torch's compiler is wrong about an operation in the loss, or the loss reads "
+            "what changes from call to call. Pass compile=False."
         )
 
 

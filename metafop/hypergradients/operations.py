@@ -44,6 +44,8 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """softmax(q kᵀ scale + mask) v, by torch's own unfused form."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
     unfused = torch.ops.aten._scaled_dot_product_attention_math
     return unfused(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa

@@ -1,0 +1,184 @@
+"""Operations without a second derivative are written out where that is needed, and named where they cannot be."""
+
+import threading
+
+import pytest
+import torch
+from problems import assert_near, assert_same_bits, every
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from metafop import Momentum, Training, functional
+from metafop.hypergradients import Adjoint, Evolution, Forward, adjoint, autograd
+from metafop.hypergradients.operations import WrittenOut, attention, weight_norm
+
+
+def window(loss, shape, batch, steps=3):
+    rng = torch.Generator().manual_seed(0)
+    training = Training(functional.plain(loss), Momentum())
+    params = {"w": 0.5 * torch.randn(shape, generator=rng)}
+    meta = training.meta(params, Momentum().hyper(lr=0.1, decay=0.5))
+    return (
+        training,
+        lambda carry: carry.params["w"].square().sum(),
+        meta,
+        training.init(params),
+        steps * [batch],
+    )
+
+
+ATTENTION = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scaled": {"scale": 0.3},
+    "mask": {"attn_mask": torch.tensor([[True, False, True], [True, True, True], [False, True, True]])},
+    "bias": {
+        "attn_mask": torch.tensor([[0.1, -1.0, 0.3], [0.0, 2.0, 0.0], [1.0, 0.5, -0.5]], dtype=torch.float64)
+    },
+}
+
+
+@every("settings", ATTENTION)
+def test_attention_written_out_is_attention(settings, generator):
+    q, k, v = torch.randn(3, 2, 4, 3, 5, generator=generator)
+    torch.testing.assert_close(
+        attention(q, k, v, **settings), F.scaled_dot_product_attention(q, k, v, **settings)
+    )
+
+
+def test_attention_in_groups_is_attention(generator):
+    q, (k, v) = torch.randn(2, 4, 3, 5, generator=generator), torch.randn(2, 2, 2, 3, 5, generator=generator)
+    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(attention(q, k, v, enable_gqa=True), expected)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_weight_norm_written_out_is_weight_norm(dim, generator):
+    v = torch.randn(3, 4, 5, generator=generator)
+    g = torch.norm_except_dim(v, 2, dim) + 1
+    torch.testing.assert_close(weight_norm(v, g, dim), torch._weight_norm(v, g, dim))
+
+
+def attending(params, x):
+    return F.scaled_dot_product_attention(x @ params["w"], x, x.tanh()).square().mean()
+
+
+def test_attention_is_differentiated_twice_by_every_estimator(generator):
+    given = window(attending, (4, 4), torch.randn(2, 2, 3, 4, generator=generator))
+    expected = autograd(*given).grads
+    for estimator in (adjoint, Adjoint("log"), Adjoint(over="forward")):
+        assert_near(estimator(*given).grads, expected, 1e-12)
+    assert_near(Forward(("hyper.lr",))(*given).grads.hyper.lr, expected.hyper.lr, 1e-12)
+
+
+def test_what_others_compute_meanwhile_is_not_written_out(generator):
+    """torch's own switch of attention kernels is one for the whole process."""
+    flags = torch.backends.cuda
+    before = flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled(), flags.math_sdp_enabled()
+    seen = []
+
+    def loss(params, x):
+        seen.append((flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled(), flags.math_sdp_enabled()))
+        return attending(params, x)
+
+    adjoint(*window(loss, (4, 4), torch.randn(2, 2, 3, 4, generator=generator)))
+    assert set(seen) == {before}
+    used = []
+    with WrittenOut() as mode:
+        thread = threading.Thread(
+            target=lambda: used.append(F.scaled_dot_product_attention(*3 * [torch.ones(1, 1, 2, 2)]))
+        )
+        thread.start()
+        thread.join()
+    assert used
+    assert not mode.used
+
+
+def test_estimates_in_four_threads_are_those_of_one(generator):
+    x = torch.randn(2, 2, 3, 4, generator=generator)
+    given = window(attending, (4, 4), x, steps=5)
+    training, outer_loss, meta, carry, batches = given
+    metas = [meta._replace(hyper=meta.hyper._replace(lr=torch.tensor(lr))) for lr in (0.05, 0.1, 0.2, 0.4)]
+    expected = [adjoint(training, outer_loss, each, carry, batches) for each in metas]
+    found = [[] for _ in metas]
+
+    def run(i):
+        for _ in range(5):
+            found[i].append(adjoint(training, outer_loss, metas[i], carry, batches))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(metas))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for each, several in zip(expected, found, strict=True):
+        assert len(several) == 5
+        for other in several:
+            assert_same_bits(other.grads, each.grads)
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return g * ctx.saved_tensors[0].cos()
+
+
+def packed(params, x):
+    sequences = nn.utils.rnn.pack_padded_sequence(x @ params["w"], torch.tensor([3, 2]))
+    return nn.GRU(4, 4)(sequences)[0].data.square().mean()
+
+
+LENGTHS = torch.tensor([3, 3])
+UNSUPPORTED = {
+    "embedding bag": (
+        lambda params, x: F.embedding_bag(torch.tensor([[0, 1], [2, 3]]), params["w"]).square().mean(),
+        "no second derivative of embedding_bag",
+    ),
+    "ctc": (
+        lambda params, x: F.ctc_loss(
+            (x @ params["w"]).log_softmax(-1), torch.ones(2, 1).long(), LENGTHS, LENGTHS // 3
+        ),
+        "no second derivative of ctc_loss",
+    ),
+    "cdist": (lambda params, x: torch.cdist(x @ params["w"], x).mean(), "no second derivative of cdist"),
+    "checkpoint": (
+        lambda params, x: checkpoint(torch.tanh, x @ params["w"], use_reentrant=False).square().mean(),  # pyright: ignore
+        "uses torch.utils.checkpoint",
+    ),
+    "checkpoint, reentrant": (
+        lambda params, x: checkpoint(torch.tanh, x @ params["w"], use_reentrant=True).square().mean(),  # pyright: ignore
+        "without setup_context",
+    ),
+    "an old function": (
+        lambda params, x: Sine.apply(x @ params["w"]).square().mean(),
+        "without setup_context",
+    ),
+    "packed": (packed, "PackedSequence"),
+    "dropout": (lambda params, x: F.dropout(x @ params["w"]).square().mean(), "seeded=True"),
+}
+
+
+@every("estimator", {"adjoint": adjoint, "autograd": autograd, "forward": Forward(("hyper.lr",))})
+@every("loss, says", UNSUPPORTED)
+def test_what_torch_cannot_do_is_said_in_sentences_with_a_remedy(loss, says, estimator, generator):
+    given = window(loss, (4, 4), torch.randn(3, 2, 4, generator=generator))
+    with pytest.raises((NotImplementedError, ArithmeticError)) as refused:
+        estimator(*given)
+    assert says in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+def test_evolution_needs_no_derivative_and_says_what_it_cannot_batch(generator):
+    loss, _ = UNSUPPORTED["dropout"]
+    training, outer_loss, meta, carry, batches = window(
+        loss, (4, 4), torch.randn(2, 3, 4, generator=generator)
+    )
+    evolution = Evolution(("hyper.lr",), pairs=2)
+    with pytest.raises(NotImplementedError, match="draws random numbers"):
+        evolution(training, outer_loss, meta, evolution.init(carry, generator), batches)
