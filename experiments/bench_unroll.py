@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from matplotlib.figure import Figure
 
-from experiments import models, run, unrolls
+from experiments import check_costs, models, run, unrolls
 from experiments.bench_online import ratio
 from experiments.unrolls import CLASSES, COMPILED, PEERS, WAYS, Case, Grads, peak_of_tensors
 from metafop import Estimate, ReversibleMomentum
@@ -40,6 +40,7 @@ class Config:
     width: int = 100  # of the hidden layers of mlp
     deep_width: int = 256  # of the layers of deep
     channels: int = 16  # of the first layer of cnn
+    ways: bool = True  # measure every way. Without, what the checks cost alone
     compiled: bool = True  # compile ours. Takes about a minute a case
     isolated: bool = True  # a process for each measure of memory. Without, resident memory is not told
     threads: int = 1  # threads that torch may use
@@ -77,18 +78,25 @@ def main(config: Config) -> None:
     run.begin(config)
     results: dict[str, Result] = {}
     runs = sum(len(WAYS) * (case.rounds + 2) for case in cases(config).values())
-    with cold_start(), run.progress(runs + 2) as tick:
-        for name, case in cases(config).items():
-            results[f"{name}_t{case.horizon}"] = measure(config, name, tick)
-        figures = longer(config)
-        tick("longer")
-        figures |= alone(config, backward_in_time)
-        tick("reversible")
+    with cold_start(), run.progress(runs + 3 if config.ways else 1) as tick:
+        looked_at = {name: case for name, case in cases(config).items() if name != "deep"}
+        turns = partial(take_turns, tick=lambda: None)
+        figures = check_costs.costs(looked_at, config.seed, config.compiled, turns)
+        tick("checks")
+        if config.ways:
+            for name, case in cases(config).items():
+                results[f"{name}_t{case.horizon}"] = measure(config, name, tick)
+            figures |= longer(config)
+            tick("longer")
+            figures |= alone(config, backward_in_time)
+            tick("reversible")
+    show_checks(config, figures)
     for name, result in results.items():
         figures |= summary(name, result)
         figures[f"{name.split('_')[0]}_time_vs_plain_training"] = figures[f"{name}_fast_time_vs_training"]
         show(config, name, result, figures)
-    draw(config, results, figures)
+    if results:
+        draw(config, results, figures)
     log(config, results, figures)
     run.finish(config.out, figures)
 
@@ -257,6 +265,11 @@ def show(config: Config, name: str, result: Result, figures: dict[str, run.Figur
     rows = [[way, *(cell(way, *column) for column in columns.values())] for way in result.seconds]
     title = f"{name.replace('_t', ', T = ')}; best peer: {figures[f'{name}_best_peer_time']} in time, "
     run.show(config.out, title + f"{figures[f'{name}_best_peer_memory']} in memory", ["way", *columns], rows)
+
+
+def show_checks(config: Config, figures: dict[str, run.Figure]) -> None:
+    rows = [[name, str(value)] for name, value in figures.items() if name.startswith("checks_")]
+    run.show(config.out, "What the checks cost, with over without", ["figure", "percent or bytes"], rows)
 
 
 def draw(config: Config, results: dict[str, Result], figures: dict[str, run.Figure]) -> None:

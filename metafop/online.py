@@ -70,6 +70,9 @@ class Online:
     guard: what a rejected step teaches without one grows with how far it went. Why the defaults are what they
     are: docs/concepts.md.
 
+    A step that leads to numbers that are not finite is not taken, nor is anything learned from it: info says
+    so ("finite"). `skip=("carry",)` leaves that check out.
+
     Learning rates move as log lr, decays as logit decay, matrices as they are. It is itself a training,
     steered by Meta(hyper of the meta-optimizer, {}): it can be learned by another. (docs/math.md, 9 to 11)
 
@@ -93,8 +96,13 @@ class Online:
     guards: tuple[Guard, ...] = (scale_free,)
     bounds: tuple[Bound, ...] = ()
     null_step: bool = False
+    skip: tuple[Literal["carry"], ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.skip, tuple) or not set(self.skip) <= {"carry"}:
+            raise ValueError(
+                f'Online can skip the check "carry", got skip={self.skip!r}. Pass ("carry",) or ().'
+            )
         for name, value, options in (
             ("order", self.order, get_args(Order)),
             ("credit", self.credit, get_args(Credit)),
@@ -161,7 +169,7 @@ class Online:
         new_state = OnlineCarry(
             new_carry, new_meta, meta_opt, carry, seen, memory, taken.to(state.taken.dtype)
         )
-        if not isinstance(new_carry, OnlineCarry):  # which has been looked at below
+        if "carry" not in self.skip and not isinstance(new_carry, OnlineCarry):  # looked at below
             led = tree.all_finite(_moving(new_carry))
             new_state = tree.where(led, new_state, _staying(state, seen))
             info |= {"finite": finite & led, "moved": moves & led}

@@ -1,4 +1,4 @@
-"""A second derivative that is not that of the gradient is noted: stopped gradients, and torch's own faults."""
+"""A second derivative that is not that of the gradient is noted: stopped gradients, and torch's faults."""
 
 import pytest
 import torch

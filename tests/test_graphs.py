@@ -136,7 +136,8 @@ def test_a_training_and_its_data_are_let_go(make, generator):
 
 
 def test_a_compiled_training_and_its_data_are_let_go(generator):
-    data, params = torch.randn(6, 4, generator=generator), {"w": torch.randn(4, 2, generator=generator)}
+    params = {"w": torch.randn(4, 2, generator=generator)}
+    data = torch.randn(6, 4, generator=generator)
     training = Training(
         functional.plain(lambda params, _: (data @ params["w"]).tanh().square().mean()), Momentum()
     )

@@ -1,4 +1,4 @@
-"""Operations without a second derivative are written out where that is needed, and named where they cannot be."""
+"""Operations without a second derivative are written out, or named where they cannot be."""
 
 import threading
 

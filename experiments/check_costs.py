@@ -1,0 +1,57 @@
+"""What the checks of an estimate cost: with them over without, in time and in memory."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, get_args
+
+from experiments.bench_online import percent
+from experiments.run import Figure
+from experiments.unrolls import Case, estimates, peak_of_tensors
+from metafop import Momentum
+from metafop.hypergradients import Adjoint
+from metafop.hypergradients.unroll import Check
+from metafop.types import Estimator
+
+HORIZONS = (20, 100)
+UNCHECKED = get_args(Check)
+Turns = Callable[[dict[str, Callable[[], Any]], int], dict[str, list[float]]]
+
+
+def costs(cases: dict[str, Case], seed: int, compiled: bool, take_turns: Turns) -> dict[str, Figure]:
+    """Return percent of time and bytes, for each case and horizon, by steps as they are and compiled.
+
+    "first" is the first estimate of a training, which is looked at once.
+    """
+    figures: dict[str, Figure] = {}
+    for name, case in cases.items():
+        unroll = case._replace(horizon=max(HORIZONS)).unroll(seed)
+        for kind, compiles in ({"eager": False} | ({"compiled": True} if compiled else {})).items():
+            estimate = estimates(unroll, Momentum())
+            pair = {
+                "checked": Adjoint(compile=compiles),
+                "unchecked": Adjoint(compile=compiles, skip=UNCHECKED),
+            }
+            for steps in HORIZONS:
+                batches = unroll.batches[:steps]
+                runs = {k: partial(estimate, estimator, batches) for k, estimator in pair.items()}
+                take_turns(runs, 1)
+                seconds = take_turns(runs, case.rounds)
+                figures[f"checks_{name}_{kind}_t{steps}_percent"] = percent(*seconds.values())
+                figures[f"checks_{name}_{kind}_t{steps}_bytes"] = _bytes(estimate, pair, batches)
+                if not compiles:
+                    firsts = {k: partial(_first, unroll, estimator, batches) for k, estimator in pair.items()}
+                    seconds = take_turns(firsts, case.rounds)
+                    figures[f"checks_{name}_first_t{steps}_percent"] = percent(*seconds.values())
+    return figures
+
+
+def _first(unroll: Any, estimator: Estimator, batches: Sequence[Any]) -> Any:
+    return estimates(unroll, Momentum())(estimator, batches)
+
+
+def _bytes(estimate: Callable, pair: dict[str, Estimator], batches: Sequence[Any]) -> int:
+    checked, unchecked = (
+        peak_of_tensors(lambda given, estimator=estimator: estimate(estimator, given), batches)
+        for estimator in pair.values()
+    )
+    return checked - unchecked
