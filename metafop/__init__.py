@@ -1,6 +1,6 @@
 """metafop learns how to train while it trains: a functional meta-optimizer library on torch.func."""
 
-from metafop import diagnostics, functional, hypergradients, optim, safeguards, tree, verify
+from metafop import diagnostics, functional, hypergradients, optim, randomness, safeguards, tree, verify
 from metafop.online import Online, OnlineCarry
 from metafop.optimizers import (
     SGD,
@@ -79,6 +79,7 @@ __all__ = [
     "functional",
     "hypergradients",
     "optim",
+    "randomness",
     "safeguards",
     "tree",
     "verify",
