@@ -153,7 +153,7 @@ def randint(
     device: Any = None,
 ) -> Tensor:
     if size is None:
-        *args, size = args
+        args, size = args[:-1], args[-1]
     low, high = _range(args, low, high)
     return _integers(numbers, size, low, high, device).to(dtype)
 
@@ -208,13 +208,12 @@ def normal(
     device: Any = None,
 ) -> Tensor:
     """mean + std z, without derivatives, as torch's has none."""
-    given = [x.detach() for x in (mean, std) if isinstance(x, Tensor)]
+    given = [x for x in (mean, std) if isinstance(x, Tensor)]
     if given:
         size = torch.broadcast_shapes(*(x.shape for x in given))
         dtype, device = given[0].dtype, given[0].device
     z = numbers.normal(size, dtype or torch.get_default_dtype(), device)
-    mean, std = (x.detach() if isinstance(x, Tensor) else x for x in (mean, std))
-    return mean + std * z
+    return (mean + std * z).detach()
 
 
 def bernoulli(numbers: Numbers, input: Tensor, p: float | Tensor | None = None) -> Tensor:

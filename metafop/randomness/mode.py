@@ -49,9 +49,11 @@ class seeded(TorchFunctionMode):
         if func in _WRITTEN_IN_PYTHON:
             with self:  # so that what it calls is replaced
                 return _WRITTEN_IN_PYTHON[func](*args, **kwargs)
-        name = _name_if_random(func)
+        name = _known_name(func)
         if not name:
             return func(*args, **kwargs)
+        if name == "unflatten":  # a method written in Python, which torch.compile cannot follow from here
+            return torch.unflatten(*args, **kwargs)
         if name in _EMPTY:
             # Under vmap over seeds, what is drawn into the tensor has their batch dimension.
             made = func(*args, **kwargs)
@@ -67,16 +69,16 @@ _RENAMED = {"from": "low", "to": "high", "a": "low", "b": "high", "self": "input
 
 
 @torch.compiler.assume_constant_result  # torch.compile does not know what a function of torch is called
-def _name_if_random(func: Any) -> str:
-    """Return the function's name if it draws, or makes a tensor to be drawn into; otherwise nothing."""
+def _known_name(func: Any) -> str:
+    """Return the function's name if it is not to be called as it is, or nothing."""
     name = getattr(func, "__name__", "").partition(".")[0]  # that of an overload is "dropout.default"
-    return name if name in _EMPTY or _draws(name) else ""
+    return name if name in _EMPTY or name == "unflatten" or _draws(name) else ""
 
 
 @cache
 def _draws(name: str) -> bool:
     operation = getattr(torch.ops.aten, name, None)
-    if not isinstance(operation, type(torch.ops.aten.rand)):
+    if operation is None or not isinstance(operation, type(torch.ops.aten.rand)):
         return name == "kaiming_uniform_"  # of torch.nn.init, which hides what it calls
     tags = [getattr(operation, overload).tags for overload in operation.overloads()]
     return any(torch.Tag.nondeterministic_seeded in each for each in tags)
@@ -93,11 +95,8 @@ def _refuse(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
             f"A seeded loss draws by {name} with a generator, whose state is not in the carry. "
             "Leave the generator out: the numbers come from the seed."
         )
-    for option in ("out", "requires_grad"):
-        if kwargs.get(option) not in (None, False):
-            raise ValueError(
-                f"A seeded loss draws by {name} with {option}, got {kwargs[option]}. Leave it out."
-            )
+    if kwargs.get("out") is not None or kwargs.get("requires_grad"):
+        raise ValueError(f"A seeded loss draws by {name} with out= or requires_grad=. Leave them out.")
 
 
 def _unasked(function: Any) -> Callable[..., Any]:
@@ -105,6 +104,10 @@ def _unasked(function: Any) -> Callable[..., Any]:
     names = {k: v for k, v in function.__globals__.items() if k != "__name__"}  # torch.compile imports by it
     names |= {k: _no for k in names if k.startswith("has_torch_function")}
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+
+
+def _without_indices(pool: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: pool(*args, **kwargs)[0]
 
 
 def _no(*args: Any) -> bool:
@@ -128,6 +131,6 @@ _WRITTEN_IN_PYTHON = {
             F.fractional_max_pool3d_with_indices,
         )
     },
-    F.fractional_max_pool2d: _unasked(F._fractional_max_pool2d),
-    F.fractional_max_pool3d: _unasked(F._fractional_max_pool3d),
+    F.fractional_max_pool2d: _without_indices(F.fractional_max_pool2d_with_indices),
+    F.fractional_max_pool3d: _without_indices(F.fractional_max_pool3d_with_indices),
 }

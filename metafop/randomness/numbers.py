@@ -34,14 +34,15 @@ class Numbers:
     """
 
     def __init__(self, seed: Tensor) -> None:
+        run, step = seed & _LOW, (seed >> 32) & _LOW
         self.seed = seed
+        self.keys = [mix(mix(run ^ c) ^ step) for c in (_A, _B)]
         self.calls = 0
 
     def bits(self, shape: Sequence[int], device: torch.device | None = None) -> Tensor:
         """Return integers from 0 to 2³² - 1, those of the next call."""
-        run, step, call = self.seed & _LOW, (self.seed >> 32) & _LOW, self.calls
-        self.calls = call + 1
-        first, second = (mix(mix(mix(run ^ c) ^ step) ^ call) for c in (_A, _B))
+        first, second = [mix(key ^ self.calls) for key in self.keys]
+        self.calls += 1
         index = torch.arange(math.prod(shape), device=device).reshape(tuple(shape))
         return mix(mix(index ^ first) ^ second)
 
