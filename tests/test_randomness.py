@@ -1,20 +1,19 @@
 """Randomness as data: the same numbers whenever a step is taken, and good ones."""
 
-import copy
 import math
 from functools import partial
 
 import numpy
 import pytest
 import torch
-from problems import assert_near, assert_same_bits, batch_loss, every, filled, mlp
+from problems import assert_near, assert_same_bits, batch_loss, every, filled
 from torch import nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import metafop
 from metafop import SGD, Adam, Carry, Momentum, Online, Training, functional, hypergradients, randomness, tree
+from metafop.randomness import numbers
 from metafop.randomness.numbers import Numbers
 
 LOW = numpy.uint64(2**32 - 1)
@@ -87,8 +86,8 @@ def test_neighbours_are_uniform_and_independent(stream):
 
 def test_masks_of_neighbouring_seeds_steps_and_calls_are_independent():
     def mask(seed, call):
-        numbers = Numbers(torch.tensor(seed))
-        return [numbers.kept((100_000,), 0.5) for _ in range(call + 1)][-1].double() - 0.5
+        draws = Numbers(torch.tensor(seed))
+        return [draws.kept((100_000,), 0.5) for _ in range(call + 1)][-1].double() - 0.5
 
     masks = torch.stack([mask(s, c) for s in (0, 1, 2, 3, STEP, STEP + 1, 2 * STEP) for c in (0, 1, 2)])
     correlations = 4 * masks @ masks.T / 100_000 - torch.eye(len(masks))
@@ -97,15 +96,14 @@ def test_masks_of_neighbouring_seeds_steps_and_calls_are_independent():
 
 def test_every_bit_of_an_index_changes_half_of_the_bits():
     index = torch.arange(20_000) * 7919
-    metafop_mix = metafop.randomness.numbers.mix
     for bit in range(32):
-        changed = metafop_mix(metafop_mix(index)) ^ metafop_mix(metafop_mix(index ^ (1 << bit)))
+        changed = numbers.mix(numbers.mix(index)) ^ numbers.mix(numbers.mix(index ^ (1 << bit)))
         rates = torch.stack([((changed >> k) & 1).double().mean() for k in range(32)])
         assert (rates - 0.5).abs().max() < 0.02
 
 
-x, image, volume = torch.rand(4, 6) + 0.1, torch.rand(2, 3, 9, 9), torch.rand(2, 3, 7, 7, 7)
-sequence = torch.rand(2, 4, 6)
+made = partial(torch.rand, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+x, sequence, image, volume = made(4, 6) + 0.1, made(2, 4, 6), made(2, 3, 9, 9), made(2, 3, 7, 7, 7)
 DRAWING = {
     "dropout": lambda: F.dropout(x),
     "dropout, written": lambda: F.dropout(1 * x, inplace=True),
@@ -325,3 +323,163 @@ def test_what_cannot_be_a_function_of_the_seed_is_refused(name):
 def test_a_seed_is_an_int64_scalar(seed):
     with pytest.raises(TypeError, match=r"int64 scalar, got .*torch\.tensor\(0\)"):
         randomness.seeded(seed)
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, inputs):
+        return self.head(self.encoder(inputs).mean(1))
+
+
+def encoder(generator):
+    """A training of a transformer with dropout, from seed 7, and what an estimator takes besides."""
+    model = filled(Encoder(), generator)
+    loss, params, buffers = functional.from_module(model, batch_loss, seeded=True)
+    buffers["seed"] = torch.tensor(7)
+    training = Training(loss, Momentum())
+    meta = training.meta(params, Momentum().hyper(lr=0.05, decay=0.9))
+    shape = (5, 3, 4)
+    batches = [
+        (torch.randn(shape, generator=generator), torch.randint(2, (5,), generator=generator))
+        for _ in range(4)
+    ]
+
+    def outer_loss(carry):
+        return loss(carry.params, carry.buffers, batches[0])[0]
+
+    return model, (training, outer_loss, meta, training.init(params, buffers), batches)
+
+
+def by_hand(model, meta, params, batches):
+    """The outer loss and its derivative in lr and decay, by an ordinary loop of torch.autograd."""
+    hyper = [x.clone().requires_grad_() for x in (meta.hyper.lr, meta.hyper.decay)]
+    params = {k: p.clone().requires_grad_() for k, p in params.items()}
+    velocity, seed = tree.zeros_like(params), torch.tensor(7)
+
+    def value(batch):
+        with randomness.seeded(seed):
+            return batch_loss(lambda inputs: functional_call(model, params, (inputs,)), batch)
+
+    for batch in batches:
+        grads = torch.autograd.grad(value(batch), list(params.values()), create_graph=True)
+        velocity = {k: hyper[1] * v + g for (k, v), g in zip(velocity.items(), grads, strict=True)}
+        params = {k: p - hyper[0] * velocity[k] for k, p in params.items()}
+        seed = randomness.next_seed(seed)
+    final = value(batches[0])
+    return final.detach(), torch.autograd.grad(final, hyper)
+
+
+ESTIMATORS = {
+    "adjoint": hypergradients.adjoint,
+    "autograd": hypergradients.autograd,
+    "few carries": hypergradients.Adjoint(keep="sqrt"),
+    "forward over reverse": hypergradients.Adjoint(over="forward"),
+    "forward": hypergradients.Forward(learn=("hyper.lr",)),
+}
+
+
+@every("estimator", ESTIMATORS)
+def test_the_hypergradient_of_a_transformer_with_dropout_is_that_of_a_loop_by_hand(estimator, generator):
+    model, problem = encoder(generator)
+    estimate = estimator(*problem)
+    value, (d_lr, d_decay) = by_hand(model, problem[2], problem[3].params, problem[4])
+    assert_near(estimate.value, value, 1e-10)
+    assert_near(estimate.grads.hyper.lr, d_lr, 1e-10)
+    if estimator is not ESTIMATORS["forward"]:
+        assert_near(estimate.grads.hyper.decay, d_decay, 1e-10)
+
+
+def trained(training, meta, carry, batches):
+    for batch in batches:
+        carry, _ = training.step(meta, carry, batch)
+    return carry
+
+
+def test_a_training_that_is_resumed_draws_the_same_numbers(generator, tmp_path):
+    _, (training, _, meta, carry, batches) = encoder(generator)
+    torch.save(trained(training, meta, carry, batches[:2]), tmp_path / "carry.pt")
+    resumed = torch.load(tmp_path / "carry.pt", weights_only=False)
+    whole = trained(training, meta, carry, batches)
+    assert_same_bits(trained(training, meta, resumed, batches[2:]), whole)
+    assert whole.buffers["seed"] == 7 + 4 * STEP
+
+
+def test_vmap_over_seeds_trains_as_a_loop_over_seeds(generator):
+    _, (training, _, meta, carry, batches) = encoder(generator)
+
+    def final(seed):
+        return trained(training, meta, Carry(carry.params, carry.opt, {"seed": seed}), batches)
+
+    seeds = torch.arange(3)
+    assert_near(vmap(final)(seeds), tree.stack([final(seed) for seed in seeds]), 1e-12, size=1.0)
+
+
+def test_vmap_over_learning_rates_shares_the_numbers_of_the_seed(generator):
+    _, (training, _, meta, carry, batches) = encoder(generator)
+
+    def final(lr):
+        return trained(training, meta._replace(hyper=meta.hyper._replace(lr=lr)), carry, batches)
+
+    rates = torch.tensor([0.01, 0.1])
+    assert_near(vmap(final)(rates), tree.stack([final(lr) for lr in rates]), 1e-12, size=1.0)
+
+
+def noisy(params, batch):
+    hidden = F.dropout(torch.tanh(batch @ params["w"]), 0.3)
+    return (hidden + 0.1 * torch.randn_like(hidden)).square().mean() + F.gumbel_softmax(params["w"])[0, 0]
+
+
+def test_noise_in_a_plain_loss_is_that_of_its_step(generator):
+    loss = functional.plain(noisy, seeded=True)
+    params, batch = {"w": torch.randn(3, 4, generator=generator)}, torch.randn(6, 3, generator=generator)
+    value, buffers = loss(params, {"seed": torch.tensor(2), "other": torch.ones(1)}, batch)
+    with randomness.seeded(torch.tensor(2)):
+        assert_same_bits(value, noisy(params, batch))
+    assert buffers == {"seed": torch.tensor(2 + STEP), "other": torch.ones(1)}
+    along = {"w": torch.randn(3, 4, generator=generator)}
+
+    def alone(params):
+        return loss(params, {"seed": torch.tensor(2)}, batch)[0]
+
+    h, slope = 1e-6, jvp(alone, (params,), (along,))[1]
+    ends = [alone({"w": params["w"] + sign * h * along["w"]}) for sign in (1, -1)]
+    assert_near((ends[0] - ends[1]) / (2 * h), slope, 1e-7)
+    assert_near(tree.dot(grad(alone)(params)["w"], along["w"]), slope, 1e-12)
+
+
+def test_a_seeded_loss_without_a_seed_says_how_to_give_one():
+    training = Training(functional.plain(noisy, seeded=True), SGD())
+    carry = training.init({"w": torch.ones(3, 4)})
+    with pytest.raises(ValueError, match=r'from the buffers, got \[\]\. .*\{"seed": torch\.tensor\(0\)\}'):
+        training.evaluate(carry, torch.ones(2, 3))
+
+
+def test_a_compiled_step_back_draws_the_same_numbers(generator):
+    training = Training(functional.plain(noisy, seeded=True), SGD())
+    params = {"w": torch.randn(3, 4, generator=generator)}
+    meta, carry = training.meta(params, SGD().hyper(lr=0.1)), training.init(params, {"seed": torch.tensor(7)})
+    batches = list(torch.randn(3, 6, 3, generator=generator))
+
+    def outer_loss(carry):
+        return carry.params["w"].square().sum()
+
+    problem = (training, outer_loss, meta, carry, batches)
+    compiled, eager = hypergradients.Adjoint(compile=True)(*problem), hypergradients.adjoint(*problem)
+    assert_near(
+        (compiled.value, compiled.grads, compiled.carry), (eager.value, eager.grads, eager.carry), 1e-10
+    )
+
+
+def test_torch_compile_follows_a_seeded_online_step(generator):
+    _, (training, _, meta, carry, batches) = encoder(generator)
+    online = Online(training, Adam(), ("hyper.lr",))
+    steer, state = online.meta(meta, Adam().hyper(lr=0.01)), online.init(meta, carry)
+    step = torch.compile(online.step, fullgraph=True, backend="eager")
+    ours = theirs = state
+    for batch in batches[:2]:
+        ours, theirs = step(steer, ours, batch)[0], online.step(steer, theirs, batch)[0]
+    assert_near(ours, theirs, 1e-12, size=1.0)
