@@ -21,10 +21,9 @@ STEP = 2**32
 
 
 def mix(x):
-    shift = numpy.uint64
-    x = (((x >> shift(16)) ^ x) * shift(0x21F0AAAD)) & LOW
-    x = (((x >> shift(15)) ^ x) * shift(0x735A2D97)) & LOW
-    return (x >> shift(15)) ^ x
+    for k, c in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        x = (x + (x >> numpy.uint64(k))) * numpy.uint64(c) & LOW
+    return (x >> numpy.uint64(15)) ^ x
 
 
 def documented(seed, call, count):

@@ -4,8 +4,8 @@
     key(c)       = mix(mix(mix(run ^ c) ^ step) ^ call)
     bits[index]  = mix(mix(index ^ key(A)) ^ key(B))              32 bits, in an int64
 
-`mix` is a bijection of 32-bit numbers. These are ordinary operations on integers, whose products stay below
-2⁶³: they give the same bits under vmap, in compiled code, on every device and in every process.
+These are ordinary operations on integers, whose products stay below 2⁶³: they give the same bits under vmap, in
+compiled code, on every device and in every process.
 """
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
@@ -67,7 +67,11 @@ class Numbers:
 
 
 def mix(x: Tensor) -> Tensor:
-    """Return a 32-bit hash of 32-bit numbers."""
-    x = ((x >> 16) ^ x) * 0x21F0AAAD & _LOW
-    x = ((x >> 15) ^ x) * 0x735A2D97 & _LOW
+    """Return a hash of 32-bit numbers, by two rounds of x := c (x + ⌊x / 2ᵏ⌋) mod 2³².
+
+    The sum is written as a product, because torch's compiler repeats what is read twice: all of a hash that
+    is made of x ^ (x >> k) is then repeated 2ⁿ times for n of these, and takes minutes to build.
+    """
+    x = (x * (2**16 + 1) >> 16) * 0x21F0AAAD & _LOW
+    x = (x * (2**15 + 1) >> 15) * 0x735A2D97 & _LOW
     return (x >> 15) ^ x
