@@ -4,8 +4,8 @@
     key(c)       = mix(mix(mix(run ^ c) ^ step) ^ call)
     bits[index]  = mix(mix(index ^ key(A)) ^ key(B))              32 bits, in an int64
 
-These are ordinary operations on integers, whose products stay below 2⁶³: they give the same bits under vmap, in
-compiled code, on every device and in every process.
+These are ordinary operations on integers, whose products stay below 2⁶³: they give the same bits under vmap,
+in compiled code, on every device and in every process.
 """
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
