@@ -6,7 +6,7 @@ there is refused; what Python's own generators or numpy's draw cannot be seen.
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -58,7 +58,7 @@ class seeded(TorchFunctionMode):
             # Under vmap over seeds, what is drawn into the tensor has their batch dimension.
             made = func(*args, **kwargs)
             return torch.where(self.numbers.seed == 0, made, made)
-        _refuse(name, args, kwargs)
+        _refuse(name, kwargs)
         named = {_RENAMED.get(k, k): v for k, v in kwargs.items() if k not in _IGNORED}
         return TABLE[name](self.numbers, *args, **named)
 
@@ -84,13 +84,13 @@ def _draws(name: str) -> bool:
     return any(torch.Tag.nondeterministic_seeded in each for each in tags)
 
 
-def _refuse(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _refuse(name: str, kwargs: dict[str, Any]) -> None:
     if name not in TABLE:
         raise ValueError(
             f"A seeded loss cannot draw by torch's {name}. "
             "Make its numbers from those of torch.rand or torch.randn, or pass them with the batch."
         )
-    if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+    if kwargs.get("generator") is not None:
         raise ValueError(
             f"A seeded loss draws by {name} with a generator, whose state is not in the carry. "
             "Leave the generator out: the numbers come from the seed."
