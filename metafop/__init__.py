@@ -2,7 +2,7 @@
 
 from torch.serialization import add_safe_globals
 
-from metafop import diagnostics, functional, hypergradients, optim, safeguards, tree, verify
+from metafop import diagnostics, functional, hypergradients, optim, randomness, safeguards, tree, verify
 from metafop.hypergradients import EvolutionCarry, ForwardCarry
 from metafop.online import Online, OnlineCarry
 from metafop.optimizers import (
@@ -93,6 +93,7 @@ __all__ = [
     "functional",
     "hypergradients",
     "optim",
+    "randomness",
     "safeguards",
     "tree",
     "verify",

@@ -3,57 +3,82 @@
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
 import copy
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-from metafop import tree
+from metafop import randomness, tree
 from metafop.types import Batch, Buffers, Loss, Params
 
 _DRAWS = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
-def plain(loss: Callable[[Params, Batch], Tensor]) -> Loss:
+def plain(loss: Callable[[Params, Batch], Tensor], seeded: bool = False) -> Loss:
     """Return `loss(params, batch)` as a loss that takes buffers and hands them on as they are.
+
+    With `seeded=True` the loss may draw random numbers by torch's functions: those of buffers["seed"], which
+    is the run's seed and the number of the step. The same step draws the same numbers whenever it is taken.
 
     >>> square = plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> square({"w": torch.tensor(3.0)}, {}, torch.tensor(1.0))
     (tensor(4.), {})
+    >>> noisy = plain(lambda params, batch: (params["w"] + torch.randn(2)).square().sum(), seeded=True)
+    >>> value, buffers = noisy({"w": torch.zeros(2)}, {"seed": torch.tensor(0)}, None)
     """
 
     def lifted(params: Params, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
-        return loss(params, batch), buffers
+        if seeded and "seed" not in buffers:
+            raise ValueError(
+                f"A seeded loss takes its seed from the buffers, got {sorted(buffers)}. "
+                'Start with one: training.init(params, {"seed": torch.tensor(0)}).'
+            )
+        with _drawing(buffers, seeded):
+            value = loss(params, batch)
+        return value, _after(buffers, seeded)
 
     return lifted
 
 
 def from_module(
-    model: nn.Module, loss: Callable[[Callable[..., Any], Batch], Tensor]
+    model: nn.Module, loss: Callable[[Callable[..., Any], Batch], Tensor], seeded: bool = False
 ) -> tuple[Loss, Params, Buffers]:
-    """Return a pure loss, and copies of the model's trainable parameters and floating-point buffers.
+    """Return a pure loss, and copies of the model's trainable parameters and of its buffers.
 
     `loss(model, batch)` is written as always, but can only call the model: what it is given is a function
     that computes with the parameters and buffers of the call. The module itself is copied and never changed;
-    parameters that do not require a gradient, and integer buffers, stay as they are. For a loss in eval mode,
-    call this once more with `model.eval()`.
+    parameters that do not require a gradient stay as they are. For a loss in eval mode, call this once more
+    with `model.eval()`.
 
-    >>> model = torch.nn.Linear(2, 1)
-    >>> loss, params, buffers = from_module(model, lambda model, batch: model(batch).square().mean())
-    >>> sorted(params)
-    ['bias', 'weight']
+    With `seeded=True` the model and the loss may draw random numbers, as dropout does. They are those of
+    buffers["seed"], as in `plain`; for another run, put another seed there: torch.tensor(7).
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.1))
+    >>> loss, params, buffers = from_module(model, lambda model, batch: model(batch).mean(), seeded=True)
+    >>> sorted(params), buffers
+    (['0.bias', '0.weight'], {'seed': tensor(0)})
     >>> value, buffers = loss(params, buffers, torch.ones(3, 2))
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"from_module takes an nn.Module first, got {type(model).__name__}. Pass the model.")
+    _refuse_impurity(model, seeded)
     model = copy.deepcopy(model)  # what becomes of the caller's, its mode for one, is no business of the loss
-    _refuse_impurity(model)
     params = {k: p.detach() for k, p in model.named_parameters() if p.requires_grad}
-    buffers = {k: b.detach() for k, b in model.named_buffers() if b.is_floating_point()}
-    kept = {k: b for k, b in model.named_buffers() if not b.is_floating_point()}
-    names, buffer_names = params.keys(), buffers.keys()
+    buffers = {k: b.detach() for k, b in model.named_buffers()}
+    if seeded and "seed" in buffers:
+        raise ValueError(
+            "from_module keeps the seed in a buffer named 'seed', got a model with one. Rename it."
+        )
+    names, written = params.keys(), list(buffers)
+    buffer_names = {*written, "seed"} if seeded else {*written}
+    own = _Own(model)
 
     def pure(params: Params, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
         if params.keys() != names:
@@ -68,32 +93,80 @@ def from_module(
             )
         # Modules write into buffers. What they write into is made here and, under vmap, must have the
         # batch dimensions of everything that may be written.
-        inputs = [leaf for leaf in tree.leaves((params, batch)) if isinstance(leaf, Tensor)]
-        zero = torch.stack([leaf.new_zeros((), dtype=torch.float32) for leaf in inputs]).sum()
-        written = {k: b + zero.to(b.dtype) for k, b in buffers.items()}
-        state = params | written | {k: b.clone() for k, b in kept.items()}
+        inputs = [leaf for leaf in tree.leaves((params, buffers, batch)) if isinstance(leaf, Tensor)]
+        place = inputs[0].device
+        zero = torch.stack([x.new_zeros((), dtype=torch.float32, device=place) for x in inputs]).sum()
+        state = params | {k: buffers[k] + zero.to(buffers[k].dtype) for k in written}
+        module = model if torch.compiler.is_compiling() else own.module
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(model, state, args, kwargs)
+            return functional_call(module, state, args, kwargs)
 
-        value = loss(call, batch)
-        return value, {k: state[k] for k in buffers}
+        with _drawing(buffers, seeded):
+            value = loss(call, batch)
+        return value, _after(buffers, seeded) | {k: state[k] for k in written}
 
-    return pure, params, buffers
+    return pure, params, buffers | {"seed": torch.tensor(0)} if seeded else buffers
 
 
-def _refuse_impurity(model: nn.Module) -> None:
+class _Own(threading.local):
+    """A thread's own copy of the module objects, into which the tensors of a call are put.
+
+    It is made once for each thread, and shares all tensors: a copy takes no memory.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        held = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
+        tensors = (*model.parameters(), *model.buffers(), *held)
+        self.module = copy.deepcopy(model, {id(x): x for x in tensors})
+
+
+def _drawing(buffers: Buffers, seeded: bool) -> AbstractContextManager[Any]:
+    return randomness.seeded(buffers["seed"]) if seeded else nullcontext()
+
+
+def _after(buffers: Buffers, seeded: bool) -> Buffers:
+    return buffers | {"seed": randomness.next_seed(buffers["seed"])} if seeded else buffers
+
+
+def _refuse_impurity(model: nn.Module, seeded: bool) -> None:
     for name, module in model.named_modules():
-        draws = isinstance(module, _DRAWS) and getattr(module, "p", 1.0) > 0
-        inside = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
-        if module.training and (draws or inside):
-            raise ValueError(
-                f"The module {name or 'itself'} ({module}) draws random numbers in training mode, "
-                "so that the loss is no function of its arguments. "
-                "Put it in eval mode, or pass the noise with the batch."
+        reason = _impurity(module, seeded)
+        if reason:
+            raise ValueError(f"The module {name or 'itself'} ({module}) {reason}")
+
+
+def _impurity(module: nn.Module, seeded: bool) -> str:
+    """Return why the module is no pure function, and what to do; or nothing."""
+    draws = isinstance(module, _DRAWS) and getattr(module, "p", 1.0) > 0
+    inside = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
+    if module.training and (draws or inside) and not seeded:
+        return (
+            "draws random numbers in training mode, so that the loss is no function of its arguments. "
+            "Pass seeded=True, put it in eval mode, or pass the noise with the batch."
+        )
+    if module.training and isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None:
+        return (
+            "averages over all batches by a count that it reads as a number of Python, "
+            "which neither vmap nor a compiled step can. Give it a momentum, such as 0.1."
+        )
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if module.max_norm is not None:
+            return (
+                "shortens the rows of its weight in place, so that the loss would change its arguments. "
+                "Pass max_norm=None, and shorten the rows that it returns."
             )
-        if module.training and isinstance(module, nn.modules.batchnorm._NormBase) and module.momentum is None:
-            raise ValueError(
-                f"The module {name or 'itself'} ({module}) averages over all batches by an integer count, "
-                "which is not carried. Give it a momentum, such as 0.1."
+        if module.scale_grad_by_freq:
+            return (
+                "divides gradients by counts, which torch leaves out of second derivatives. "
+                "Pass scale_grad_by_freq=False, and weigh the loss."
             )
+    for hook, kind in ((WeightNorm, "weight_norm"), (SpectralNorm, "spectral_norm")):
+        if any(isinstance(each, hook) for each in module._forward_pre_hooks.values()):
+            return (
+                f"computes its weight in a hook, torch.nn.utils.{kind}, that writes to the module. "
+                f"Use torch.nn.utils.parametrizations.{kind}."
+            )
+    if any(is_lazy(x) for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+        return "has parameters of no shape yet. Call the model once on a batch, then from_module."
+    return ""

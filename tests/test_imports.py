@@ -12,7 +12,7 @@ import metafop
 ROOT = Path(metafop.__file__).parent
 STOREYS = [
     {"types"},
-    {"tree"},
+    {"tree", "randomness"},
     {"functional", "optimizers", "preconditioners", "checks"},
     {"training", "parts"},
     {"hypergradients", "safeguards"},
