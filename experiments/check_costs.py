@@ -49,7 +49,7 @@ def _first(unroll: Any, estimator: Estimator, batches: Sequence[Any]) -> Any:
     return estimates(unroll, Momentum())(estimator, batches)
 
 
-def _bytes(estimate: Callable, pair: dict[str, Estimator], batches: Sequence[Any]) -> int:
+def _bytes(estimate: Callable, pair: dict[str, Adjoint], batches: Sequence[Any]) -> int:
     checked, unchecked = (
         peak_of_tensors(lambda given, estimator=estimator: estimate(estimator, given), batches)
         for estimator in pair.values()

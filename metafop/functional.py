@@ -93,7 +93,8 @@ def from_module(
             )
         # Modules write into buffers. What they write into is made here and, under vmap, must have the
         # batch dimensions of everything that may be written.
-        inputs = [leaf for leaf in tree.leaves((params, buffers, batch)) if isinstance(leaf, Tensor)]
+        leaves = tree.leaves((params, buffers, batch))
+        inputs = [x for x in leaves if isinstance(x, Tensor) and x.layout == torch.strided]
         place = inputs[0].device
         zero = torch.stack([x.new_zeros((), dtype=torch.float32, device=place) for x in inputs]).sum()
         state = params | {k: buffers[k] + zero.to(buffers[k].dtype) for k in written}
@@ -161,6 +162,8 @@ def _impurity(module: nn.Module, seeded: bool) -> str:
                 "divides gradients by counts, which torch leaves out of second derivatives. "
                 "Pass scale_grad_by_freq=False, and weigh the loss."
             )
+        if module.sparse:
+            return "has sparse gradients, which nothing here adds up. Pass sparse=False."
     for hook, kind in ((WeightNorm, "weight_norm"), (SpectralNorm, "spectral_norm")):
         if any(isinstance(each, hook) for each in module._forward_pre_hooks.values()):
             return (

@@ -148,11 +148,6 @@ def test_what_cannot_be_differentiated_forward_is_done_in_reverse_and_said(gener
     assert expected.info["notes"] == ()
 
 
-def test_fused_attention_is_replaced_and_said(generator):
-    problem = unrolled(ALL_MODELS["attention"], OPTIMIZERS["heavy ball"], None, generator)
-    assert "Attention was computed unfused" in Adjoint(over="forward")(*problem).info["notes"][0]
-
-
 def test_it_is_the_derivative_of_finite_differences(generator):
     training, outer_loss, meta, carry, batches = unrolled(
         mlp, OPTIMIZERS["adam, short"], Dense(), generator, steps=12

@@ -36,7 +36,7 @@ def from_model(model, steps=5):
     meta = training.meta(params, Momentum().hyper(lr=0.3, decay=0.5))
     return (
         training,
-        lambda carry: sum(p.square().sum() for p in carry.params.values()),
+        lambda carry: torch.stack([p.square().sum() for p in carry.params.values()]).sum(),
         meta,
         training.init(params, buffers),
         steps * [batch],
@@ -191,7 +191,7 @@ def test_a_training_is_looked_at_once():
 WEIGHT_NORM = {
     "by output": lambda: nn.Sequential(weight_norm(nn.Linear(4, 3)), nn.Tanh()),
     "by input": lambda: nn.Sequential(weight_norm(nn.Linear(4, 3), dim=1), nn.Tanh()),
-    "of all": lambda: nn.Sequential(weight_norm(nn.Linear(4, 3), dim=None), nn.Tanh()),
+    "of all": lambda: nn.Sequential(weight_norm(nn.Linear(4, 3), dim=-1), nn.Tanh()),
     "two": lambda: nn.Sequential(weight_norm(nn.Linear(4, 5)), nn.Tanh(), weight_norm(nn.Linear(5, 3))),
 }
 

@@ -127,7 +127,11 @@ def test_a_training_and_its_data_are_let_go(make, generator):
     meta = training.meta(problem.params, Momentum().hyper(lr=0.1))
     carry = training.init(problem.params, problem.buffers)
     estimate = adjoint(
-        training, lambda c: c.params and sum(map(torch.sum, c.params.values())), meta, carry, problem.batches
+        training,
+        lambda c: torch.stack([p.sum() for p in c.params.values()]).sum(),
+        meta,
+        carry,
+        problem.batches,
     )
     alive = weakref.ref(training)
     del training, problem, estimate
@@ -138,15 +142,17 @@ def test_a_training_and_its_data_are_let_go(make, generator):
 def test_a_compiled_training_and_its_data_are_let_go(generator):
     params = {"w": torch.randn(4, 2, generator=generator)}
     data = torch.randn(6, 4, generator=generator)
-    training = Training(
-        functional.plain(lambda params, _: (data @ params["w"]).tanh().square().mean()), Momentum()
-    )
+
+    def loss(params, _, data=data):
+        return (data @ params["w"]).tanh().square().mean()
+
+    training = Training(functional.plain(loss), Momentum())
     meta, carry = training.meta(params, Momentum().hyper(lr=0.1)), training.init(params)
     estimator, outer_loss = Adjoint(compile=True), lambda carry: carry.params["w"].sum()
     first = estimator(training, outer_loss, meta, carry, 2 * [None])
     torch.testing.assert_close(estimator(training, outer_loss, meta, carry, 2 * [None]), first)
     alive = weakref.ref(training), weakref.ref(data)
-    del training, data
+    del training, data, loss
     gc.collect()
     assert [each() for each in alive] == [None, None]
 

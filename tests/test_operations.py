@@ -84,11 +84,9 @@ def test_what_others_compute_meanwhile_is_not_written_out(generator):
 
     adjoint(*window(loss, (4, 4), torch.randn(2, 2, 3, 4, generator=generator)))
     assert set(seen) == {before}
-    used = []
+    used, x = [], torch.ones(1, 1, 2, 2)
     with WrittenOut() as mode:
-        thread = threading.Thread(
-            target=lambda: used.append(F.scaled_dot_product_attention(*3 * [torch.ones(1, 1, 2, 2)]))
-        )
+        thread = threading.Thread(target=lambda: used.append(F.scaled_dot_product_attention(x, x, x)))
         thread.start()
         thread.join()
     assert used
@@ -120,7 +118,7 @@ def test_estimates_in_four_threads_are_those_of_one(generator):
 
 class Sine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, x):
         ctx.save_for_backward(x)
         return x.sin()
 
@@ -148,11 +146,11 @@ UNSUPPORTED = {
     ),
     "cdist": (lambda params, x: torch.cdist(x @ params["w"], x).mean(), "no second derivative of cdist"),
     "checkpoint": (
-        lambda params, x: checkpoint(torch.tanh, x @ params["w"], use_reentrant=False).square().mean(),  # pyright: ignore
+        lambda params, x: checkpoint(torch.tanh, x @ params["w"], use_reentrant=False).square().mean(),
         "uses torch.utils.checkpoint",
     ),
     "checkpoint, reentrant": (
-        lambda params, x: checkpoint(torch.tanh, x @ params["w"], use_reentrant=True).square().mean(),  # pyright: ignore
+        lambda params, x: checkpoint(torch.tanh, x @ params["w"], use_reentrant=True).square().mean(),
         "without setup_context",
     ),
     "an old function": (

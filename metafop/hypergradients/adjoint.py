@@ -104,6 +104,8 @@ class Adjoint:
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
         steps, first = horizon(training, meta, carry, batches), batch_at(batches, 0)
+        if self.compile:
+            _check_compilable(tree.leaves(first), 0)
         look = first_look(training, self.over, self.skip, carry, first)
         looks = looks_at_value(training, meta, carry)
         (meta_leaves, meta_structure), (start, structure) = tree.flatten(meta), tree.flatten(carry)
@@ -166,6 +168,21 @@ def _takes_channels_last(training: Trains, carry: Any, batch: Batch) -> bool:
     """Return `takes_channels_last`, found once for a training and batches of a shape."""
     shapes = tuple(x.shape if isinstance(x, Tensor) else None for x in tree.leaves(batch))
     return _channels_last(training, shapes, carry, batch)
+
+
+def _check_compilable(batch: Leaves, t: int) -> None:
+    """Refuse a batch that holds something other than dense tensors."""
+    for leaf in batch:
+        if not isinstance(leaf, Tensor | None):
+            raise TypeError(
+                f"Adjoint(compile=True) takes batches of tensors, got {leaf!r} in that of step {t}. "
+                "Wrap it: torch.tensor(...)."
+            )
+        if leaf is not None and leaf.layout != torch.strided:
+            raise TypeError(
+                f"Adjoint(compile=True) takes dense batches, got a sparse tensor in that of step {t}. "
+                "Pass its to_dense(), or compile=False."
+            )
 
 
 class _Sweep:
@@ -268,15 +285,6 @@ class _Sweep:
     def _at(self, t: int) -> tuple[Leaves, Walk]:
         """Return the leaves of a batch, and the functions for batches of its structure."""
         batch, structure = tree.flatten(batch_at(self.batches, t))
-        others = [leaf for leaf in batch if not isinstance(leaf, Tensor | None)]
-        if self.keeps_seen and others:
-            raise TypeError(
-                f"Adjoint(compile=True) takes batches of tensors, got {others[0]!r} in that of step {t}. "
-                "Wrap it: torch.tensor(...)."
-            )
-        if self.keeps_seen and any(x is not None and x.layout != torch.strided for x in batch):
-            raise TypeError(
-                f"Adjoint(compile=True) takes dense batches, got a sparse tensor in that of step {t}. "
-                "Pass its to_dense(), or compile=False."
-            )
+        if self.keeps_seen:
+            _check_compilable(batch, t)
         return self.lay(batch), self.walk(structure)

@@ -52,7 +52,7 @@ class Compiled:
     compared once with the function itself, if it is to be `checked`.
     """
 
-    def __init__(self, function: Callable[..., tuple[Leaves, ...]], checked: bool) -> None:
+    def __init__(self, function: Callable[..., tuple[Leaves, ...]], checked: bool = True) -> None:
         self.function, self.checked = function, checked
         self.built: dict[tuple, _Built] = {}
 
