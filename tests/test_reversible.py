@@ -166,7 +166,7 @@ def held(estimator, steps):
     sizes = []
 
     def watching(carry):
-        alive = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and x.dim()]
+        alive = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dim()]
         sizes.append(sum(x.nbytes for x in alive))
         return outer_loss(carry)
 

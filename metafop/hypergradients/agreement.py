@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ def check_agreement(compiled: Sequence[Leaves], function: Function, groups: Sequ
     what the function itself does if each number it is given is moved by eps: Adam's first step, for one,
     makes a sign of a gradient that is nothing but rounding.
     """
-    plain = function(*map(list, groups))
+    plain = _numbers(function, groups)
     allowed = [[_rounding(x, group) for x in group] for group in plain]
     if _worst(compiled, plain, allowed) is None:
         return
-    moved = function(*_moved(groups))
+    moved = _numbers(function, _moved(groups))
     allowed = [
         [limit + 100 * _gap(x, y) for limit, x, y in zip(*lists, strict=True)]
         for lists in zip(allowed, plain, moved, strict=True)
@@ -35,6 +35,13 @@ def check_agreement(compiled: Sequence[Leaves], function: Function, groups: Sequ
             "largest difference: torch's compiler is wrong about an operation in the loss, or the loss reads "
             "what changes from call to call. Pass compile=False."
         )
+
+
+def _numbers(function: Function, groups: Iterable[Leaves]) -> list[Leaves]:
+    """Return what the function returns, called as steps that are not compiled are."""
+    with torch.enable_grad():
+        returned = function(*map(list, groups))
+    return [[x.detach() for x in group] for group in returned]
 
 
 def _worst(

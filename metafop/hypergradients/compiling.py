@@ -69,8 +69,7 @@ class Compiled:
             with WrittenOut():
                 built = _build(self.function, formed)
                 if self.checked:
-                    with torch.enable_grad():  # as steps that are not compiled are taken
-                        check_agreement(built(formed), self.function, formed)
+                    check_agreement(built(formed), self.function, formed)
             self.built[key] = built
         return self.built[key](formed)
 

@@ -130,7 +130,8 @@ def _double(x: Any) -> Any:
 def _few(batch: Batch) -> Batch:
     """Return an eighth of the examples, 8 at the least, if all tensors have as many."""
     leaves, structure = tree.flatten(batch)
-    counts = {len(x) if isinstance(x, Tensor) and x.dim() > 0 else 0 for x in leaves}
+    dense = [isinstance(x, Tensor) and x.dim() > 0 and x.layout == torch.strided for x in leaves]
+    counts = {len(x) if d else 0 for d, x in zip(dense, leaves, strict=True)}
     if len(counts) != 1 or 0 in counts:
         return batch
     few = max(counts.pop() // 8, 8)
