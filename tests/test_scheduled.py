@@ -327,3 +327,17 @@ def test_a_hypergradient_moves_each_entry_by_its_own_name(generator):
         state, _ = online.step(steer, state, batch)
     assert state.meta.hyper.lr[0] != 0.1
     assert torch.equal(state.meta.hyper.lr[1:], meta.hyper.lr[1:])
+
+
+@pytest.mark.parametrize(
+    "value", [True, [True, False, True], None, "0.1", ["0.1"] * 3, 1j, [[0.1], 0.2, 0.3]], ids=repr
+)
+def test_a_schedule_of_anything_but_numbers_is_refused(value):
+    with pytest.raises(TypeError, match=r"takes numbers for lr, got .+ Pass a number"):
+        Scheduled(SGD()).hyper(SGD().hyper(lr=0.1), 3, {"lr": value})
+
+
+@pytest.mark.parametrize("steps", [0, -1, True, 2.0, None, "3"], ids=repr)
+def test_a_number_of_steps_that_is_none_is_refused(steps):
+    with pytest.raises(ValueError, match=r"takes one step or more, got steps=.+ Pass a positive integer"):
+        Scheduled(SGD()).hyper(SGD().hyper(lr=0.1), steps)

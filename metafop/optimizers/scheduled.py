@@ -2,8 +2,9 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -65,9 +66,9 @@ class Scheduled:
 
         A schedule is a tensor or a sequence of numbers, or a dict of these by parameter name.
         """
-        if steps < 1:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(
-                f"{self}.hyper takes one step or more, got steps={steps}. Pass a positive number."
+                f"{self}.hyper takes one step or more, got steps={steps!r}. Pass a positive integer."
             )
         check_fields(self.optimizer, hyper)
         given = schedules or {}
@@ -173,6 +174,11 @@ def _repeated(owner: str, name: str, value: Any, steps: int) -> Any:
     """Return the value `steps` times, or as it is if it has so many entries; a dict, for each name."""
     if isinstance(value, Mapping):
         return {key: _repeated(owner, f"{name}[{key!r}]", v, steps) for key, v in value.items()}
+    given = value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+    if not isinstance(value, Tensor) and not all(map(_is_number, given)):
+        raise TypeError(
+            f"{owner} takes numbers for {name}, got {value!r}. Pass a number, a list of them, or a tensor."
+        )
     schedule = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
     if schedule.dim() == 0:
         return schedule.repeat(steps)
@@ -182,3 +188,7 @@ def _repeated(owner: str, name: str, value: Any, steps: int) -> Any:
             f"Pass as many, or steps={len(schedule)}."
         )
     return schedule
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool)
