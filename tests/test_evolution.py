@@ -218,7 +218,7 @@ def test_particles_that_were_saved_go_on_as_if_they_had_not_been(generator):
     file = io.BytesIO()
     torch.save(particles, file)
     file.seek(0)
-    loaded = torch.load(file, weights_only=False)
+    loaded = torch.load(file)
     assert_same_bits(
         evolution(*window, loaded, batches[3:6])[:3], evolution(*window, particles, batches[3:6])[:3]
     )

@@ -185,7 +185,7 @@ def reloaded(x: Any) -> Any:
     file = io.BytesIO()
     torch.save(x, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file)
 
 
 @over(20)

@@ -376,6 +376,7 @@ ESTIMATORS = {
     "adjoint": hypergradients.adjoint,
     "autograd": hypergradients.autograd,
     "few carries": hypergradients.Adjoint(keep="sqrt"),
+    "compiled": hypergradients.Adjoint(compile=True),
     "forward over reverse": hypergradients.Adjoint(over="forward"),
     "forward": hypergradients.Forward(learn=("hyper.lr",)),
 }
@@ -401,7 +402,7 @@ def trained(training, meta, carry, batches):
 def test_a_training_that_is_resumed_draws_the_same_numbers(generator, tmp_path):
     _, (training, _, meta, carry, batches) = encoder(generator)
     torch.save(trained(training, meta, carry, batches[:2]), tmp_path / "carry.pt")
-    resumed = torch.load(tmp_path / "carry.pt", weights_only=False)
+    resumed = torch.load(tmp_path / "carry.pt")
     whole = trained(training, meta, carry, batches)
     assert_same_bits(trained(training, meta, resumed, batches[2:]), whole)
     assert whole.buffers["seed"] == 7 + 4 * STEP
@@ -455,22 +456,6 @@ def test_a_seeded_loss_without_a_seed_says_how_to_give_one():
     carry = training.init({"w": torch.ones(3, 4)})
     with pytest.raises(ValueError, match=r'from the buffers, got \[\]\. .*\{"seed": torch\.tensor\(0\)\}'):
         training.evaluate(carry, torch.ones(2, 3))
-
-
-def test_a_compiled_step_back_draws_the_same_numbers(generator):
-    training = Training(functional.plain(noisy, seeded=True), SGD())
-    params = {"w": torch.randn(3, 4, generator=generator)}
-    meta, carry = training.meta(params, SGD().hyper(lr=0.1)), training.init(params, {"seed": torch.tensor(7)})
-    batches = list(torch.randn(3, 6, 3, generator=generator))
-
-    def outer_loss(carry):
-        return carry.params["w"].square().sum()
-
-    problem = (training, outer_loss, meta, carry, batches)
-    compiled, eager = hypergradients.Adjoint(compile=True)(*problem), hypergradients.adjoint(*problem)
-    assert_near(
-        (compiled.value, compiled.grads, compiled.carry), (eager.value, eager.grads, eager.carry), 1e-10
-    )
 
 
 def test_torch_compile_follows_a_seeded_online_step(generator):
