@@ -154,7 +154,7 @@ def _unrecorded(seen: Seen, given: Tree) -> Seen:
 
     A tensor that a loss closes over and that requires a gradient would otherwise keep the graph of each step.
     """
-    if not seen.value.requires_grad or tree.is_transforming():
+    if torch.compiler.is_compiling() or not tree.is_recorded(seen.value) or tree.is_differentiating():
         return seen
-    recorded = any(isinstance(x, Tensor) and x.requires_grad for x in tree.leaves(given))
+    recorded = any(isinstance(x, Tensor) and tree.is_recorded(x) for x in tree.leaves(given))
     return seen if recorded else tree.map(torch.detach, seen)

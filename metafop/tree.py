@@ -160,6 +160,11 @@ def unwrapped(x: Tensor) -> Tensor:
     return x
 
 
+def is_recorded(x: Tensor) -> bool:
+    """Return whether torch.autograd, beneath all transforms, has recorded how the tensor came about."""
+    return unwrapped(x).requires_grad
+
+
 def _children(x: Tree) -> Iterable[tuple[str, Tree]]:
     if isinstance(x, dict):
         return x.items()

@@ -98,6 +98,36 @@ def test_what_a_loss_closes_over_leaves_no_graph(estimator):
     assert not any(x.requires_grad for x in tensors(estimator(*closed_over(estimator))))
 
 
+@every("estimator", {k: v for k, v in ESTIMATORS.items() if k not in ("autograd", "reversible")})
+def test_nor_does_it_inside_vmap(estimator):
+    training, outer_loss, meta, carry, batches = closed_over(estimator)
+
+    def after(lr):
+        changed = meta._replace(hyper=meta.hyper._replace(lr=lr))
+        estimate = estimator(training, outer_loss, changed, carry, batches)
+        return estimate.grads, estimate.carry
+
+    found = torch.func.vmap(after)(torch.tensor([0.1, 0.2]))
+    assert not any(x.requires_grad for x in tree.leaves(found))
+
+
+def test_a_training_with_slots_is_differentiated_too():
+    """What cannot be referred to weakly is not kept in mind."""
+
+    class Slotted:
+        __slots__ = ("training",)
+
+        def __init__(self, training):
+            self.training = training
+
+        def __getattr__(self, name):
+            return getattr(self.training, name)
+
+    training, *rest = closed_over(adjoint)
+    expected = adjoint(training, *rest)
+    torch.testing.assert_close(adjoint(Slotted(training), *rest).grads, expected.grads, rtol=0, atol=0)
+
+
 def test_nor_does_it_in_plain_steps_or_online():
     training, _, meta, carry, (x, *_) = closed_over(adjoint)
     after, info = training.step(meta, carry, x)

@@ -25,7 +25,10 @@ class PerTraining(Generic[R]):
         self.found: Any = WeakIdKeyDictionary()
 
     def __call__(self, training: Trains, key: Any, *args: Any) -> R:
-        results = self.found.setdefault(training, {})
+        try:
+            results = self.found.setdefault(training, {})
+        except TypeError:  # one of a class with slots cannot be known when it is gone: found each time
+            return self.find(training, key, *args)
         if key not in results:
             results[key] = self.find(weakref.proxy(training), key, *args)
         return results[key]

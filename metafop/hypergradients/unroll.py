@@ -69,7 +69,7 @@ def apart(x: Tree) -> Tree:
     """
     if tree.is_differentiating():
         return x
-    return tree.map(lambda leaf: leaf.detach() if leaf.requires_grad else leaf, x)
+    return tree.map(lambda leaf: leaf.detach() if tree.is_recorded(leaf) else leaf, x)
 
 
 def batch_at(batches: Batches, t: int) -> Batch:
