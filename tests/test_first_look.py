@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from problems import assert_near, every
+from problems import assert_near, convnet, every, lstm
 from torch import nn
 from torch.func import vmap
 from torch.nn.utils.parametrizations import weight_norm
@@ -204,6 +204,27 @@ def test_weight_norm_is_written_out_and_right(make):
         estimate = estimator(*window)
         torch.testing.assert_close(estimate.grads.hyper.lr, expected, rtol=1e-6, atol=0)
         assert not any("stops" in note for note in estimate.info["notes"])
+
+
+@every("make", {"batch norm": convnet, "a fused recurrent layer": lstm})
+def test_inside_vmap_layers_with_kernels_of_their_own_are_pulled_back(make, single_precision, generator):
+    problem = make(generator)
+    training = problem.training(Momentum())
+    meta, carry = (
+        training.meta(problem.params, Momentum().hyper(lr=0.1)),
+        training.init(problem.params, problem.buffers),
+    )
+
+    def outer_loss(carry):
+        return problem.loss(carry.params, carry.buffers, problem.batches[0])[0]
+
+    def derivative(lr):
+        changed = meta._replace(hyper=meta.hyper._replace(lr=lr))
+        return adjoint(training, outer_loss, changed, carry, problem.batches).grads.hyper.lr
+
+    rates = torch.tensor([0.1, 0.3])
+    expected = torch.stack([derivative(lr) for lr in rates])
+    torch.testing.assert_close(vmap(derivative)(rates), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_inside_vmap_nothing_is_looked_at_but_the_numbers_are_right():

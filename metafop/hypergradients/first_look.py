@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +19,23 @@ from metafop.types import Batch, Trains
 
 
 class Look(NamedTuple):
-    """How a gradient is to be differentiated, whether operations must be written out for it, and notes."""
+    """How a gradient is to be differentiated, whether operations must be written out for it, whether
+    torch.autograd is to be switched off meanwhile, and notes.
+    """
 
     over: Over
     written_out: bool
+    unrecorded: bool
     notes: tuple[str, ...]
 
-    def operations(self) -> AbstractContextManager[Any]:
-        """Return the context in which steps are to be taken."""
-        return WrittenOut() if self.written_out else nullcontext()
+    @contextmanager
+    def operations(self) -> Iterator[None]:
+        """The context in which steps are to be taken."""
+        with (
+            WrittenOut() if self.written_out else nullcontext(),
+            torch.no_grad() if self.unrecorded else nullcontext(),
+        ):
+            yield
 
 
 def first_look(
@@ -36,25 +46,48 @@ def first_look(
     `transposed` says that the derivative of the gradient is needed as a pullback. One that is taken forward
     serves for it only if it is symmetric, as it is not where a gradient is stopped.
     """
+    batched = tree.is_transforming() and not tree.is_differentiating()
     compares = "hessian" not in skip and not tree.is_transforming()
-    return _looks(training, (over, transposed, compares), carry, batch)
+    return _looks(training, (over, transposed, compares, batched), carry, batch)
 
 
-def _look(training: Trains, key: tuple[Over, bool, bool], carry: Any, batch: Batch) -> Look:
-    (over, transposed, compares), notes = key, []
+def _look(training: Trains, key: tuple[Over, bool, bool, bool], carry: Any, batch: Batch) -> Look:
+    (over, transposed, compares, batched), notes = key, []
     with WrittenOut() as operations:
         if over == "forward" and (reason := forward_fails(training, carry, batch)):
             over = "reverse"
             notes.append(reason)
+        unrecorded = batched and _works_unrecorded(training, held(carry), batch)
         if not compares:
             training.evaluate(carry, batch)
         elif gap := _gap(training, carry, batch, {over, "reverse"} if transposed else {over}):
             over = "reverse"
             notes.append(_stopped(gap))
-    return Look(over, operations.used, tuple(notes))
+    return Look(over, operations.used, unrecorded, tuple(notes))
 
 
 _looks = PerTraining(_look)
+
+
+def _works_unrecorded(training: Trains, carry: Any, batch: Batch) -> bool:
+    """Return whether the gradient can be pulled back while torch.autograd is switched off.
+
+    Inside vmap it is to be, if it can: otherwise torch 2.15 cannot pull back through batch norm. torch's
+    fused LSTM cannot do without.
+    """
+    params = list(carry.params.values())
+    try:
+        with torch.no_grad():
+            vjp(partial(_grads, training, carry, batch), params)[1](params)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _grads(training: Trains, carry: Any, batch: Batch, params: list[Tensor]) -> list[Tensor]:
+    """Return the gradients at other parameters than those of the carry."""
+    seen = training.evaluate(tree.swap(carry, list(carry.params.values()), params), batch)
+    return [seen.grads[k] for k in carry.params]
 
 
 def _stopped(gap: float) -> str:
@@ -86,9 +119,7 @@ def _gap_of(training: Trains, carry: Any, batch: Batch, over: Over) -> float:
     params, rng = list(carry.params.values()), Generator().manual_seed(0)
     along = [torch.randn(p.shape, dtype=p.dtype, generator=rng).to(p.device) for p in params]
 
-    def grads(now: list[Tensor]) -> list[Tensor]:
-        seen = training.evaluate(tree.swap(carry, params, now), batch)
-        return [seen.grads[k] for k in carry.params]
+    grads = partial(_grads, training, carry, batch)
 
     def slope(h: Tensor) -> list[Tensor]:
         there = grads([p + h * u for p, u in zip(params, along, strict=True)])
