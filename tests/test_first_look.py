@@ -206,6 +206,7 @@ def test_weight_norm_is_written_out_and_right(make):
         assert not any("stops" in note for note in estimate.info["notes"])
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @every("make", {"batch norm": convnet, "a fused recurrent layer": lstm})
 def test_inside_vmap_layers_with_kernels_of_their_own_are_pulled_back(make, single_precision, generator):
     problem = make(generator)
