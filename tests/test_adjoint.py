@@ -22,8 +22,8 @@ from problems import (
 from torch import nn
 
 from experiments.unrolls import peak_of_tensors
-from metafop import Adam, Carry, Dense, Last, LowRank, Meta, Momentum, Online, Training, functional, tree
-from metafop.hypergradients import Adjoint, Truncated, adjoint, autograd, closed_form
+from metafop import SGD, Adam, Carry, Dense, Last, LowRank, Meta, Momentum, Online, Training, functional, tree
+from metafop.hypergradients import Adjoint, Truncated, adjoint, autograd, closed_form, forward
 from metafop.hypergradients.layout import channels_last, takes_channels_last
 from metafop.hypergradients.schedule import Schedule
 
@@ -381,6 +381,17 @@ def test_a_training_that_overflows_is_reported_with_its_step(estimator):
     assert not info["values"][step].isfinite()
     assert info["values"][:step].isfinite().all()
     assert f"step {step} of 100" in info["notes"][0]
+
+
+@pytest.mark.parametrize("estimator", [autograd, adjoint, forward], ids=["autograd", "adjoint", "forward"])
+def test_parameters_that_overflow_in_the_last_step_are_reported_though_the_outer_loss_is_finite(estimator):
+    training = Training(functional.plain(lambda params, x: (params["w"] * x).square().sum()), SGD())
+    params = {"w": torch.ones(2)}
+    meta, carry = training.meta(params, SGD().hyper(lr=1e300)), training.init(params)
+    batches = [torch.tensor(1e10)]
+    info = estimator(training, lambda carry: carry.params["w"].tanh().sum(), meta, carry, batches).info
+    assert info["overflow"] == 1
+    assert "parameters after all 1 steps are not finite" in info["notes"][0]
 
 
 def test_a_hypergradient_that_overflows_is_reported_with_its_step():

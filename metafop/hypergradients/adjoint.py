@@ -135,7 +135,9 @@ class Adjoint:
             value, after = sweep.value, tree.unflatten(sweep.last, structure)
             notes = (*look.notes, missed.note(outer_loss, after))
         grads = tree.unflatten(sweep.grads, meta_structure)
-        return Estimate(value, grads, after, findings(value, grads, sweep.values, sweep.sizes[::-1], notes))
+        return Estimate(
+            value, grads, after, findings(after, value, grads, sweep.values, sweep.sizes[::-1], notes)
+        )
 
     def _budget(self, schedule: Schedule, steps: int) -> int:
         """Return the bytes of carries to keep, or refuse a horizon that does not fit into the memory."""

@@ -7,17 +7,18 @@ import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.types import Meta
+from metafop.types import Meta, Params
 
 
 def findings(
+    after: Any,
     value: Tensor,
     grads: Meta,
     values: Sequence[Tensor],
     cotangents: Sequence[Tensor] = (),
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return what is to be known of an unroll.
+    """Return what is to be known of an unroll that ends in the carry `after`.
 
     "values", the loss that each step saw; "cotangents", the norms ‖∂value/∂carry_t‖ for t = 0 … T where they
     are known, infinite if their squares are, and "growth", the factor by which they grow in a step back, on
@@ -29,17 +30,21 @@ def findings(
         info["growth"] = (sizes[0] / sizes[-1]) ** (1 / len(values))
     if tree.is_transforming():  # where no value may be looked at
         return info | {"notes": ()}
-    step, note = overflow(info["values"], value, grads, info.get("cotangents"))
+    step, note = overflow(info["values"], after.params, value, grads, info.get("cotangents"))
     return info | {"overflow": torch.tensor(step), "notes": tuple(each for each in (note, *notes) if each)}
 
 
-def overflow(values: Tensor, value: Tensor, grads: Meta, cotangents: Tensor | None) -> tuple[int, str]:
+def overflow(
+    values: Tensor, params: Params, value: Tensor, grads: Meta, cotangents: Tensor | None
+) -> tuple[int, str]:
     """Return the step at which numbers stopped being finite, going ahead or back, and a sentence; or -1."""
     steps = len(values)
     ahead = (~values.isfinite()).nonzero()
     if len(ahead):
         t = int(ahead[0])
         return t, f"Training overflowed: the loss of step {t} of {steps} is not finite."
+    if not tree.all_finite(params):
+        return steps, f"Training overflowed: the parameters after all {steps} steps are not finite."
     if not value.isfinite():
         return steps, f"The outer loss is not finite after all {steps} steps."
     if tree.all_finite(grads):

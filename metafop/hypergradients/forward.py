@@ -114,7 +114,7 @@ class Forward:
             notes = (*look.notes, left_out(meta, learned), missed.note(outer_loss, after))
         zeros = tree.zeros_like(meta)  # of what overflowed in grads, tangents tell more
         grads = tree.replace(zeros, _contracted(tangents, cotangent, learned))
-        info = findings(value, zeros, values.unbind(), notes=notes)
+        info = findings(after, value, zeros, values.unbind(), notes=notes)
         return Estimate(
             value, grads, ForwardCarry(after, tangents), _overflow(info | {"tangents": sizes}, grads)
         )

@@ -100,7 +100,7 @@ class ReversibleAdjoint:
         else:  # what is not a number cannot be undone
             grads, sizes = tree.map(lambda x: torch.full_like(x, torch.nan), meta), []
         notes = (*notes, missed.note(outer_loss, last))
-        info = findings(value, grads, values, sizes[::-1], notes)
+        info = findings(last, value, grads, values, sizes[::-1], notes)
         info["store_bits"] = torch.tensor(64 * words)
         info["bits_per_parameter_step"] = info["store_bits"] / (
             steps * sum(p.numel() for p in last.params.values())
