@@ -133,7 +133,7 @@ class Adjoint:
         with look.operations():
             sweep.back(start, self._budget(schedule, steps))
             value, after = sweep.value, tree.unflatten(sweep.last, structure)
-            notes = (*look.notes, missed.note(outer_loss, after))
+            notes = (*look.notes, missed.note(outer_loss, after, value))
         grads = tree.unflatten(sweep.grads, meta_structure)
         return Estimate(
             value, grads, after, findings(after, value, grads, sweep.values, sweep.sizes[::-1], notes)

@@ -76,7 +76,9 @@ class Autograd:
             grads, (value, (after, values, looked_at)) = apart(unroll(meta))
             for t, now in looked_at.items():
                 missed.at(t, now, batch_at(batches, t), values[t])
-            info = findings(after, value, grads, values, notes=(*look.notes, missed.note(outer_loss, after)))
+            info = findings(
+                after, value, grads, values, notes=(*look.notes, missed.note(outer_loss, after, value))
+            )
         if not tree.is_transforming() and info["overflow"] == 0:  # a graph does not tell where it overflowed
             info = adjoint(training, outer_loss, meta, carry, batches).info
         return Estimate(value, grads, after, info)

@@ -111,7 +111,7 @@ class Forward:
                     again = training.evaluate(start, batch_at(batches, 0)).value
                     check_repeated(0, [values[0]], [again], rounding(values.unbind()))
             value, cotangent = outer_pull(outer_loss, after)
-            notes = (*look.notes, left_out(meta, learned), missed.note(outer_loss, after))
+            notes = (*look.notes, left_out(meta, learned), missed.note(outer_loss, after, value))
         zeros = tree.zeros_like(meta)  # of what overflowed in grads, tangents tell more
         grads = tree.replace(zeros, _contracted(tangents, cotangent, learned))
         info = findings(after, value, zeros, values.unbind(), notes=notes)

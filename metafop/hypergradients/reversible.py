@@ -99,7 +99,7 @@ class ReversibleAdjoint:
                 sizes.append(tree.norm(cotangent))
         else:  # what is not a number cannot be undone
             grads, sizes = tree.map(lambda x: torch.full_like(x, torch.nan), meta), []
-        notes = (*notes, missed.note(outer_loss, last))
+        notes = (*notes, missed.note(outer_loss, last, value))
         info = findings(last, value, grads, values, sizes[::-1], notes)
         info["store_bits"] = torch.tensor(64 * words)
         info["bits_per_parameter_step"] = info["store_bits"] / (
