@@ -154,18 +154,18 @@ def explain(error: RuntimeError) -> None:
 # What torch says when torch.func cannot do something, and what is to be done about it.
 _KNOWN = {
     r"derivative for '?(?:aten::)?_?(\w+?)(?:_backward)?'? is not implemented": (
-        "torch has no second derivative of {0}, which the loss uses and an unrolled hypergradient needs. "
-        "Write it out in other operations (an embedding bag is a mean of embeddings, cdist the norm of "
-        "x[:, None] - y), or use evolution."
+        "torch has no derivative, or no second one, of {0}, which the loss uses and an unrolled "
+        "hypergradient needs. Write it out in other operations (an embedding bag is a mean of embeddings, "
+        "cdist the norm of x[:, None] - y), or use evolution."
     ),
     r"saved tensor hooks": (
         "The loss uses torch.utils.checkpoint, or other hooks on saved tensors, which torch.func cannot "
         "follow. Call the module without it: an Adjoint keeps no graph longer than a step."
     ),
     r"must override the setup_context": (
-        "The loss uses a torch.autograd.Function without setup_context, as torch.utils.checkpoint with "
-        "use_reentrant=True does, which torch.func cannot follow. Give the function a setup_context, or "
-        "write it in torch's operations."
+        "The loss uses a torch.autograd.Function without setup_context, which torch.func cannot follow; "
+        "torch.utils.checkpoint with use_reentrant=True and full backward hooks of modules are such. Give "
+        "the function a setup_context, or write it in torch's operations."
     ),
     r"Cannot access data pointer of Tensor that doesn't have storage": (
         "The loss uses an operation that reads memory behind torch.func, such as packing sequences "
@@ -175,5 +175,18 @@ _KNOWN = {
     r"random operation while in randomness error mode": (
         "The loss draws random numbers, which vmap refuses: they would be others whenever a step is taken "
         "again. Pass seeded=True to functional.from_module or functional.plain."
+    ),
+    r"escaped\?": (
+        "The loss keeps a tensor from one call to the next in an attribute or a variable, which torch.func "
+        "cannot follow. Make it a buffer (register_buffer), or return it with the buffers."
+    ),
+    r"would mutate a captured Tensor": (
+        "The loss writes in place into a tensor that it was not given to write into, such as a frozen "
+        "parameter, or a buffer of a loss that is not made by from_module. Make it a buffer of the module, "
+        "or return a new one with the buffers."
+    ),
+    r"vmap: inplace arithmetic": (
+        "The loss writes in place into a tensor that does not depend on what vmap maps over, with one that "
+        "does. Compute a new tensor instead."
     ),
 }

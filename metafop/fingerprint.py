@@ -1,7 +1,7 @@
 """A run in a few numbers, to tell it from another: where it starts, its batches, what its losses return."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ def fingerprint(
     carry, rng = _one_carry(start)
     steps = horizon(training, meta, carry, batches)
     ends = [batch_at(batches, 0), batch_at(batches, steps - 1)]
-    given = {"start": _projected([carry, rng]), "batches": _projected(ends) | {"steps": (float(steps), 0.0)}}
+    window = (_projected(batch_at(batches, t)) for t in range(steps))
+    given = {"start": _projected([carry, rng]), "batches": _summed(window) | {"steps": (float(steps), 0.0)}}
 
     def loss(carry: Any) -> Numbers:
         seen = [training.evaluate(carry, batch) for batch in ends]
@@ -100,6 +101,16 @@ def _projected(x: Any) -> Numbers:
         name = f"{i}: {leaf.dtype} {tuple(leaf.shape)}"
         numbers[name] = (torch.sum(finite * _noise(real, rng)).item(), margin)
     return numbers
+
+
+def _summed(window: Iterable[Numbers]) -> Numbers:
+    """Return the numbers of all batches added up, each times its place, so that their order counts too."""
+    total: Numbers = {}
+    for place, batch in enumerate(window, 1):
+        for name, (value, margin) in batch.items():
+            before = total.get(name, (0.0, 0.0))
+            total[name] = (before[0] + place * value, before[1] + place * margin)
+    return total
 
 
 def _noise(like: Tensor, rng: Generator) -> Tensor:

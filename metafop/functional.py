@@ -6,6 +6,8 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from metafop import randomness, tree
 from metafop.types import Batch, Buffers, Loss, Params
+from metafop.written_out import weight_norm
 
 _DRAWS = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
@@ -69,7 +72,7 @@ def from_module(
     if not isinstance(model, nn.Module):
         raise TypeError(f"from_module takes an nn.Module first, got {type(model).__name__}. Pass the model.")
     _refuse_impurity(model, seeded)
-    model = copy.deepcopy(model)  # what becomes of the caller's, its mode for one, is no business of the loss
+    model = _copied(model)
     params = {k: p.detach() for k, p in model.named_parameters() if p.requires_grad}
     buffers = {k: b.detach() for k, b in model.named_buffers()}
     if seeded and "seed" in buffers:
@@ -110,6 +113,26 @@ def from_module(
     return pure, params, buffers | {"seed": torch.tensor(0)} if seeded else buffers
 
 
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy: what becomes of the caller's module, its mode for one, is no business of the loss."""
+    try:
+        model = copy.deepcopy(model)
+    except RuntimeError as error:
+        raise ValueError(
+            "from_module cannot copy the model, which keeps a tensor that was computed, such as its last "
+            "activations. Keep none, or pass the model before it is first called."
+        ) from error
+    module: Any
+    for module in model.modules():
+        if type(module).__name__ == "_WeightNorm":  # torch has no public name for it
+            module.forward = partial(_weight_norm, module.dim)
+    return model
+
+
+def _weight_norm(dim: int, weight_g: Tensor, weight_v: Tensor) -> Tensor:
+    return weight_norm(weight_v, weight_g, dim)
+
+
 class _Own(threading.local):
     """A thread's own copy of the module objects, into which the tensors of a call are put.
 
@@ -135,10 +158,40 @@ def _refuse_impurity(model: nn.Module, seeded: bool) -> None:
         reason = _impurity(module, seeded)
         if reason:
             raise ValueError(f"The module {name or 'itself'} ({module}) {reason}")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, x in tensors.items():
+        if x._backward_hooks:
+            raise ValueError(
+                f"The parameter {name!r} has a hook, which a pure loss does not call. "
+                "Remove it, and change the gradient in an optimizer or a preconditioner."
+            )
+    for (name, x), (other, y) in combinations(tensors.items(), 2):
+        if _overlap(x, y):
+            raise ValueError(
+                f"{name!r} and {other!r} share memory, which a pure loss could not keep up. "
+                "Make one nn.Parameter of them, used twice, or clone one."
+            )
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors lie in the same memory, not only in the same storage."""
+    if x.layout != torch.strided or y.layout != torch.strided or not x.numel() or not y.numel():
+        return False
+    if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
+        return False
+    (first, last), (start, end) = map(_extent, (x, y))
+    return first < end and start < last
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
 
 
 def _impurity(module: nn.Module, seeded: bool) -> str:
     """Return why the module is no pure function, and what to do; or nothing."""
+    if isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
+        return "cannot compute with the parameters of a call. Pass the module that it was made of."
     draws = isinstance(module, _DRAWS) and getattr(module, "p", 1.0) > 0
     inside = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
     if module.training and (draws or inside) and not seeded:

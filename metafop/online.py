@@ -226,7 +226,7 @@ def _coasting(finite: Tensor, seen: Seen, buffers: Buffers) -> Seen:
     return Seen(
         torch.where(finite, seen.value, torch.nan),
         {k: torch.where(finite, g, 0.0) for k, g in seen.grads.items()},
-        {k: torch.where(finite, b, buffers[k]) if _floats(b) else b for k, b in seen.buffers.items()},
+        {k: torch.where(finite, b, buffers[k]) if tree.is_inexact(b) else b for k, b in seen.buffers.items()},
     )
 
 
@@ -240,10 +240,6 @@ def _staying(state: OnlineCarry, seen: Seen) -> OnlineCarry:
 
     Integer buffers go on.
     """
-    buffers = {k: b if _floats(b) else seen.buffers[k] for k, b in state.buffers.items()}
+    buffers = {k: b if tree.is_inexact(b) else seen.buffers[k] for k, b in state.buffers.items()}
     carry = state.carry._replace(buffers=buffers)
     return state._replace(carry=carry, taken=torch.zeros_like(state.taken))
-
-
-def _floats(x: Tensor) -> bool:
-    return x.is_floating_point()

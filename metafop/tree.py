@@ -70,7 +70,7 @@ def all_finite(x: Tree) -> Tensor:
     A sum is finite only if its terms are, and on large tensors takes far less time than looking at each; a
     sum of finite terms that overflows counts as not finite, in no less than float32.
     """
-    floats = [leaf for leaf in leaves(x) if leaf.is_floating_point()]
+    floats = [leaf for leaf in leaves(x) if is_inexact(leaf)]
     if not floats:
         return torch.tensor(True)
     wide = torch.float32
@@ -151,6 +151,21 @@ def is_transforming() -> bool:
 def is_differentiating() -> bool:
     """Return whether this code runs inside a transform that takes a derivative: any but `vmap`."""
     return any(level.key() != TransformType.Vmap for level in get_interpreter_stack() or ())
+
+
+def batch_levels() -> int:
+    """Return how many transforms `vmap` this code runs inside."""
+    return sum(level.key() == TransformType.Vmap for level in get_interpreter_stack() or ())
+
+
+def is_batched(x: Tensor) -> bool:
+    """Return whether the tensor depends on what `vmap` maps over."""
+    return is_batchedtensor(x)
+
+
+def is_inexact(x: Tensor) -> bool:
+    """Return whether the numbers are real or complex, not integers: such as have derivatives."""
+    return x.is_floating_point() or x.is_complex()
 
 
 def unwrapped(x: Tensor) -> Tensor:

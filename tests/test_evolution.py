@@ -419,3 +419,29 @@ def test_what_is_refused_is_named_with_a_remedy(call, expected):
     with pytest.raises(kind) as error:
         call()
     assert all(word in str(error.value) for word in words)
+
+
+def test_an_outer_loss_in_steps_is_no_fault(generator):
+    """Where it is flat for all particles the estimate is zero, and that is right."""
+    training = Training(functional.plain(lambda params, x: (params["w"] - x).square().sum()), SGD())
+    params = {"w": torch.zeros(2)}
+    meta, evolution = training.meta(params, SGD().hyper(lr=0.1)), Evolution(("hyper.lr",), pairs=2)
+    start = evolution.init(training.init(params), generator)
+    estimate = evolution(
+        training, lambda c: (c.params["w"] > 5.0).double().mean(), meta, start, [torch.ones(2)]
+    )
+    assert estimate.value == estimate.grads.hyper.lr == 0
+
+
+def test_what_torch_cannot_batch_is_trained_one_after_another(generator):
+    training = Training(
+        functional.plain(
+            lambda params, x: (params["w"] - x).square().sum() * (1 + 0 * float(params["w"].sum()))
+        ),
+        SGD(),
+    )
+    params = {"w": torch.zeros(2)}
+    meta, evolution = training.meta(params, SGD().hyper(lr=0.1)), Evolution(("hyper.lr",), pairs=2)
+    start = evolution.init(training.init(params), generator)
+    estimate = evolution(training, lambda c: c.params["w"].sum(), meta, start, 2 * [torch.ones(2)])
+    assert "one particle after another" in " ".join(estimate.info["notes"])

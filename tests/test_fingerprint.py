@@ -237,3 +237,11 @@ def test_batches_of_any_kind_are_no_trouble(tmp_path):
     assert len(run(tmp_path, loss, batches=[batch], steps=3).history) == 3
     with pytest.raises(ValueError, match="differs in batches"):
         run(tmp_path, loss, batches=[batch | {"complex": 2j * torch.ones(2)}])
+
+
+@pytest.mark.parametrize("order", [[0, 2, 1, 3], [0, 1, 1, 3]], ids=str)
+def test_every_batch_of_the_first_window_and_their_order_count(order, tmp_path):
+    batches = [torch.full((3,), float(i)) for i in range(4)]
+    run(tmp_path, batches=batches)
+    with pytest.raises(ValueError, match="differs in batches"):
+        run(tmp_path, batches=[batches[i] for i in order])

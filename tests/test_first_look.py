@@ -191,6 +191,7 @@ def test_a_training_is_looked_at_once():
 WEIGHT_NORM = {
     "by output": lambda: nn.Sequential(weight_norm(nn.Linear(4, 3)), nn.Tanh()),
     "by input": lambda: nn.Sequential(weight_norm(nn.Linear(4, 3), dim=1), nn.Tanh()),
+    "by output, from the end": lambda: nn.Sequential(weight_norm(nn.Linear(4, 3), dim=-2), nn.Tanh()),
     "of all": lambda: nn.Sequential(weight_norm(nn.Linear(4, 3), dim=-1), nn.Tanh()),
     "two": lambda: nn.Sequential(weight_norm(nn.Linear(4, 5)), nn.Tanh(), weight_norm(nn.Linear(5, 3))),
 }
@@ -237,3 +238,93 @@ def test_inside_vmap_nothing_is_looked_at_but_the_numbers_are_right():
 
     rates = torch.tensor([0.1, 0.3])
     torch.testing.assert_close(vmap(derivative)(rates), torch.stack([derivative(lr) for lr in rates]))
+
+
+def half_labelled(z, y):
+    """Of few examples, those without a label are none, and their mean is not a number."""
+    return (z[:6] - y[:6]).square().mean() + (z[6:] * z[6:].tanh().detach()).mean()
+
+
+def rounded(z, y):
+    """A loss that is computed in single precision whatever it is given."""
+    return (z.float().tanh() - y.float()).square().mean()
+
+
+def rounded_and_stopped(z, y):
+    return detached(z.float(), y.float())
+
+
+def test_what_only_some_examples_stop_is_seen():
+    assert "stops a gradient" in adjoint(*regression(half_labelled)).info["notes"][0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_cast_is_not_taken_for_a_stopped_gradient_nor_hides_one(dtype):
+    assert adjoint(*regression(rounded, dtype=dtype)).info["notes"] == ()
+    assert "stops a gradient" in adjoint(*regression(rounded_and_stopped, dtype=dtype)).info["notes"][0]
+
+
+def test_what_is_computed_in_half_precision_is_not_judged():
+    def loss(z, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            z = z @ torch.eye(z.shape[1], dtype=z.dtype)
+        return (z.float() - y).square().mean()
+
+    assert adjoint(*regression(loss, dtype=torch.float32)).info["notes"] == ()
+
+
+def several(loss, params):
+    training = Training(functional.plain(lambda params, _: loss(params)), Momentum())
+    meta, carry = training.meta(params, Momentum().hyper(lr=0.1, decay=0.5)), training.init(params)
+    return (
+        training,
+        lambda c: torch.stack([p.sum() for p in c.params.values()]).sum(),
+        meta,
+        carry,
+        4 * [None],
+    )
+
+
+def test_a_gate_that_starts_at_zero_hides_nothing():
+    def loss(params):
+        a, w = params["a"], params["w"]
+        return a.square() * w.detach().sum() + (a - 1).square() + (w - 2).square().sum()
+
+    notes = adjoint(*several(loss, {"a": torch.zeros(()), "w": torch.ones(3)})).info["notes"]
+    assert "stops a gradient" in notes[0]
+
+
+def test_a_large_parameter_does_not_hide_a_small_one():
+    def loss(params):
+        stopped = (params["s"] * params["t"].detach()).tanh().sum() + params["t"].square().sum()
+        return 1e5 * (params["big"] - 1).square().sum() + stopped
+
+    params = {"big": torch.zeros(2), "s": torch.ones(3), "t": torch.full((3,), 0.5)}
+    training, outer_loss, _, carry, batches = several(loss, params)
+    meta = training.meta(params, Momentum().hyper(lr={"big": 1e-6, "s": 0.1, "t": 0.1}))
+    assert "stops a gradient" in adjoint(training, outer_loss, meta, carry, batches).info["notes"][0]
+
+
+def test_one_tensor_for_two_parameters_is_not_noted():
+    start = torch.ones(2)
+    window = several(
+        lambda p: (p["a"] * p["b"]).sin().sum() + p["b"].square().sum(), {"a": start, "b": start}
+    )
+    estimate = adjoint(*window)
+    assert estimate.info["notes"] == ()
+    torch.testing.assert_close(estimate.grads.hyper.lr, slope(window), rtol=1e-6, atol=0)
+
+
+def test_weight_norm_that_is_used_later_is_right_too():
+    class Later(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.later = nn.Linear(4, 3), weight_norm(nn.Linear(4, 3))
+            self.register_buffer("count", torch.tensor(0))
+
+        def forward(self, x):
+            self.count += 1
+            return (self.later(x) if self.count > 1 else self.first(x)).tanh()
+
+    window = from_model(Later())
+    torch.testing.assert_close(adjoint(*window).grads.hyper.lr, slope(window), rtol=1e-6, atol=0)

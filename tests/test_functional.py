@@ -345,3 +345,63 @@ def test_a_model_with_a_buffer_named_seed_cannot_be_seeded():
     functional.from_module(model, batch_loss)
     with pytest.raises(ValueError, match=r"named 'seed', got a model with one\. Rename it"):
         functional.from_module(model, batch_loss, seeded=True)
+
+
+def shared_data():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight.data = first.weight.data
+    return nn.Sequential(first, second)
+
+
+def buffer_of_a_parameter():
+    model = nn.Linear(3, 3)
+    model.register_buffer("target", model.weight.data)
+    return model
+
+
+def buffer_that_is_a_view():
+    model = nn.Linear(3, 3)
+    model.register_buffer("bank", torch.zeros(4, 3))
+    model.register_buffer("row", model.bank[1])  # pyright: ignore[reportIndexIssue]
+    return model
+
+
+def hooked():
+    model = nn.Linear(3, 3)
+    model.weight.register_hook(lambda g: 2 * g)
+    return model
+
+
+def keeping_activations():
+    class Keeping(nn.Linear):
+        def forward(self, input):
+            self.last = super().forward(input)
+            return self.last
+
+    model = Keeping(3, 3)
+    model(torch.ones(2, 3))
+    return model
+
+
+NOT_PURE = {
+    "shared data": (shared_data, "share memory"),
+    "a buffer of a parameter": (buffer_of_a_parameter, "share memory"),
+    "a view": (buffer_that_is_a_view, "share memory"),
+    "a hook": (hooked, "has a hook"),
+    "activations": (keeping_activations, "keeps a tensor that was computed"),
+    "sparse gradients": (lambda: nn.Embedding(4, 3, sparse=True), "sparse gradients"),
+    "data parallel": (lambda: nn.DataParallel(nn.Linear(3, 3)), "Pass the module that it was made of"),
+}
+
+
+@every("make, says", NOT_PURE)
+def test_what_a_pure_loss_could_not_keep_is_refused(make, says):
+    with pytest.raises(ValueError, match=says):
+        functional.from_module(make(), lambda model, x: model(x).sum())
+
+
+def test_tied_weights_are_one_parameter_and_not_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    _, params, _ = functional.from_module(model, lambda model, x: model(x).sum())
+    assert sorted(params) == ["0.bias", "0.weight", "1.bias"]

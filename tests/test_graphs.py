@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -117,15 +118,16 @@ def test_a_training_with_slots_is_differentiated_too():
     class Slotted:
         __slots__ = ("training",)
 
-        def __init__(self, training):
+        def __init__(self, training: Any) -> None:
             self.training = training
 
-        def __getattr__(self, name):
+        def __getattr__(self, name: str) -> Any:
             return getattr(self.training, name)
 
-    training, *rest = closed_over(adjoint)
-    expected = adjoint(training, *rest)
-    torch.testing.assert_close(adjoint(Slotted(training), *rest).grads, expected.grads, rtol=0, atol=0)
+    training, outer_loss, meta, carry, batches = closed_over(adjoint)
+    slotted_and_not: list[Any] = [Slotted(training), training]
+    found, expected = (adjoint(each, outer_loss, meta, carry, batches) for each in slotted_and_not)
+    torch.testing.assert_close(found.grads, expected.grads, rtol=0, atol=0)
 
 
 def test_nor_does_it_in_plain_steps_or_online():

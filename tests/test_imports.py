@@ -12,7 +12,8 @@ import metafop
 ROOT = Path(metafop.__file__).parent
 STOREYS = [
     {"types"},
-    {"tree", "randomness"},
+    {"tree", "written_out"},
+    {"randomness"},
     {"functional", "optimizers", "preconditioners", "checks"},
     {"training", "parts"},
     {"hypergradients", "safeguards"},

@@ -126,3 +126,56 @@ def test_batch_norm_in_training_mode_misses_nothing(affine, generator):
     meta, carry = training.meta(params, Momentum().hyper(lr=0.1)), training.init(params, buffers)
     estimate = adjoint(training, lambda carry: loss(carry.params, carry.buffers, x)[0], meta, carry, 5 * [x])
     assert estimate.info["notes"] == ()
+
+
+def complex_mean(z, y, buffers):
+    spectrum = torch.fft.rfft(z.mean(0))
+    value = (z - y).square().mean() + (torch.fft.rfft(z.sum(0)) * buffers["mean"].conj()).real.sum()
+    return value, {"mean": 0.5 * buffers["mean"] + 0.5 * spectrum.detach()}
+
+
+def test_complex_buffers_are_buffers():
+    given = window(complex_mean, {"mean": torch.zeros(2, dtype=torch.complex128)})
+    assert "depends on the buffers (mean)" in adjoint(*given).info["notes"][0]
+
+
+class ScaledGradient(torch.autograd.Function):
+    """The identity, with a gradient that is scaled."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, scale):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return g * ctx.saved_tensors[0], None
+
+
+def test_a_buffer_that_the_gradient_alone_reads_is_seen():
+    def loss(z, y, buffers):
+        value = (ScaledGradient.apply(z, buffers["centre"].sum() + 1) - y).square().mean()
+        return value, {"centre": 0.9 * buffers["centre"] + 0.1 * z.detach().mean(0)}
+
+    assert "depends on the buffers (centre)" in " ".join(adjoint(*window(loss, CENTRE)).info["notes"])
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_windows_of_forward_that_go_on_are_looked_at(steps):
+    training, outer_loss, meta, carry, batches = window(centred, CENTRE, steps=6)
+    now, notes = forward.init(carry), []
+    for _ in range(6 // steps):
+        estimate = forward(training, outer_loss, meta, now, batches[:steps])
+        now, notes = estimate.carry, [*notes, *estimate.info["notes"]]
+    assert any("depends on the buffers (centre)" in note for note in notes)
+
+
+def test_an_outer_loss_that_draws_is_not_said_to_depend_on_buffers():
+    given = window(unread, CENTRE, outer_loss=lambda c: (c.params["w"] * torch.randn(3)).sum())
+    with torch.random.fork_rng():
+        assert adjoint(*given).info["notes"] == ()

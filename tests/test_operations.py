@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from problems import assert_near, assert_same_bits, every
+from problems import assert_near, assert_same_bits, every, filled
 from test_first_look import slope
 from torch import nn
 from torch.nn import functional as F
@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from metafop import Momentum, Training, functional
 from metafop.hypergradients import Adjoint, Evolution, Forward, adjoint, autograd
-from metafop.hypergradients.operations import WrittenOut, attention, weight_norm
+from metafop.hypergradients.operations import WrittenOut
+from metafop.written_out import attention, weight_norm
 
 
 def window(loss, shape, batch, steps=3):
@@ -54,7 +55,7 @@ def test_attention_in_groups_is_attention(generator):
     torch.testing.assert_close(attention(q, k, v, enable_gqa=True), expected)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
 def test_weight_norm_written_out_is_weight_norm(dim, generator):
     v = torch.randn(3, 4, 5, generator=generator)
     g = torch.norm_except_dim(v, 2, dim) + 1
@@ -71,6 +72,44 @@ def test_attention_is_differentiated_twice_by_every_estimator(generator):
     for estimator in (adjoint, Adjoint("log"), Adjoint(over="forward")):
         assert_near(estimator(*given).grads, expected, 1e-12)
     assert_near(Forward(("hyper.lr",))(*given).grads.hyper.lr, expected.hyper.lr, 1e-12)
+
+
+ENCODERS = {
+    "an encoder layer": lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True),
+    "an encoder": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
+    ),
+    "a decoder layer": lambda: TargetToItself(
+        nn.TransformerDecoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+    ),
+    "attention": lambda: Weightless(nn.MultiheadAttention(4, 2, batch_first=True)),
+}
+
+
+class TargetToItself(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x, x)
+
+
+class Weightless(TargetToItself):
+    def forward(self, x):
+        return self.layer(x, x, x, need_weights=False)[0]
+
+
+@every("make", ENCODERS)
+def test_torch_s_own_attention_layers_are_differentiated_twice(make, generator):
+    model, x = filled(make(), generator), torch.randn(3, 5, 4, generator=generator)
+    loss, params, buffers = functional.from_module(model, lambda model, x: model(x).square().mean())
+    training = Training(loss, Momentum())
+    meta, carry = training.meta(params, Momentum().hyper(lr=0.05)), training.init(params, buffers)
+    given = training, lambda carry: loss(carry.params, carry.buffers, x)[0], meta, carry, 3 * [x]
+    expected = slope(given)
+    for estimator in (adjoint, autograd, Adjoint("log"), Forward(("hyper.lr",))):
+        torch.testing.assert_close(estimator(*given).grads.hyper.lr, expected, rtol=1e-6, atol=0)
 
 
 def test_what_others_compute_meanwhile_is_not_written_out(generator):
@@ -135,18 +174,37 @@ def packed(params, x):
 
 CDIST_FAILS = torch.__version__ < "2.15"  # from then on it has a second derivative
 LENGTHS = torch.tensor([3, 3])
+KEPT = {}
+
+
+def keeping(params, x):
+    """A state that is no buffer."""
+    z = x @ params["w"]
+    value = (z - KEPT.get("last", 0.0)).square().mean()
+    KEPT["last"] = 0.5 * z
+    return value
+
+
+def into_what_is_captured(params, x):
+    COUNT.add_((x @ params["w"]).mean())
+    return (x @ params["w"]).square().mean() * COUNT
+
+
+COUNT = torch.ones((), dtype=torch.float64)
 UNSUPPORTED = {
+    "a state that is no buffer": (keeping, "Make it a buffer"),
+    "what is captured": (into_what_is_captured, "writes in place"),
     "embedding bag": (
         lambda params, x: F.embedding_bag(torch.tensor([[0, 1], [2, 3]]), params["w"]).square().mean(),
-        "no second derivative of embedding_bag",
+        "second one, of embedding_bag",
     ),
     "ctc": (
         lambda params, x: F.ctc_loss(
             (x @ params["w"]).log_softmax(-1), torch.ones(2, 1).long(), LENGTHS, LENGTHS // 3
         ),
-        "no second derivative of ctc_loss",
+        "second one, of ctc_loss",
     ),
-    "cdist": (lambda params, x: torch.cdist(x @ params["w"], x).mean(), "no second derivative of cdist"),
+    "cdist": (lambda params, x: torch.cdist(x @ params["w"], x).mean(), "second one, of cdist"),
     "checkpoint": (
         lambda params, x: checkpoint(torch.tanh, x @ params["w"], use_reentrant=False).square().mean(),
         "uses torch.utils.checkpoint",

@@ -467,3 +467,17 @@ def test_torch_compile_follows_a_seeded_online_step(generator):
     for batch in batches[:2]:
         ours, theirs = step(steer, ours, batch)[0], online.step(steer, theirs, batch)[0]
     assert_near(ours, theirs, 1e-12, size=1.0)
+
+
+def test_complex_numbers_are_refused():
+    with (
+        randomness.seeded(torch.tensor(0)),
+        pytest.raises(ValueError, match=r"draws real numbers, got torch.complex"),
+    ):
+        torch.randn(3, dtype=torch.complex128)
+
+
+@pytest.mark.parametrize("mode", ["error", "different", "same"])
+def test_drawing_inside_a_vmap_of_the_loss_is_refused(mode):
+    with randomness.seeded(torch.tensor(0)), pytest.raises(ValueError, match="inside a vmap of its own"):
+        vmap(lambda x: x + torch.randn(3), randomness=mode)(torch.zeros(4, 3))

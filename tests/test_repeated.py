@@ -19,6 +19,7 @@ from metafop.hypergradients import (
     forward,
     reversible,
 )
+from metafop.hypergradients.repeated import rounding
 from metafop.optimizers import ReversibleMomentum
 
 ESTIMATORS = {
@@ -192,3 +193,10 @@ def test_inside_vmap_too():
 def test_a_check_that_there_is_not_is_refused(make, skip):
     with pytest.raises(ValueError, match="skips a tuple of checks out of"):
         make(skip=skip)
+
+
+def test_between_kernels_a_loss_may_differ_by_its_own_rounding():
+    """One large loss does not excuse the others."""
+    slack = rounding(list(torch.tensor([1e5, 0.1, 1e-9], dtype=torch.float32)))
+    assert slack == pytest.approx([34.5, 4.6e-5, 1.2e-5], rel=0.05)
+    assert rounding([torch.tensor(1e-20)]) == pytest.approx([1.5e-28], rel=0.05)

@@ -193,7 +193,7 @@ class _Sweep:
     value: Tensor  # the outer loss, once the end is reached
     last: Leaves  # the carry there
     cotangent: Cotangent  # ∂value/∂carry, where the sweep back is
-    slack: float  # by how much a loss may differ between the kernels of steps ahead and back
+    slack: list[float]  # by how much each loss may differ between the kernels of steps ahead and back
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class _Sweep:
         if stop == len(self.batches):
             self.last, (self.value, self.cotangent) = carry, self.outer(carry)
             self.sizes.append(tree.norm(self.cotangent))
-            self.slack = rounding(self.values) if self.keeps_seen else 0.0
+            self.slack = rounding(self.values) if self.keeps_seen else [0.0] * stop
         del carry  # or it would be held all the way back
         for t in reversed(range(start, stop)):
             before, seen = kept.pop()
@@ -247,7 +247,7 @@ class _Sweep:
                 self.meta, before, batch, self.grads, self.cotangent, seen
             )
             self.sizes += size
-            self._check(t, first or [self.values[t]], again, self.slack)
+            self._check(t, first or [self.values[t]], again, self.slack[t])
             first = []
 
     def _keep(
@@ -272,12 +272,13 @@ class _Sweep:
             return after, seen
         self.values.append(seen[0])
         if t in self.missed.steps:
-
-            def evaluate(other: Any) -> Tensor:
-                return walk.ahead(self.meta, tree.leaves(other), batch)[1][0]
-
             here = tree.unflatten(carry, self.structure)
-            self.missed.at(t, here, batch_at(self.batches, t), seen[0], evaluate)
+            count = 1 + len(here.params)  # the value and the gradients, without the buffers
+
+            def evaluate(other: Any) -> Leaves:
+                return walk.ahead(self.meta, tree.leaves(other), batch)[1][:count]
+
+            self.missed.at(t, here, batch_at(self.batches, t), seen[:count], evaluate)
         return after, seen
 
     def _check(self, t: int, first: Leaves, again: Leaves, slack: float = 0.0) -> None:

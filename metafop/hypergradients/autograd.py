@@ -75,7 +75,7 @@ class Autograd:
             unroll = grad_and_value(unrolled, has_aux=True)
             grads, (value, (after, values, looked_at)) = apart(unroll(meta))
             for t, now in looked_at.items():
-                missed.at(t, now, batch_at(batches, t), values[t])
+                missed.at(t, now, batch_at(batches, t), [values[t]])
             info = findings(
                 after, value, grads, values, notes=(*look.notes, missed.note(outer_loss, after, value))
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 from torch.func import jvp, vjp
+from torch.overrides import TorchFunctionMode
 
 from metafop import tree
 from metafop.hypergradients.operations import WrittenOut
@@ -103,49 +105,83 @@ def _gap(training: Trains, carry: Any, batch: Batch, overs: set[Over]) -> float:
     """Return how far H u is from (∇J(θ + hu) - ∇J(θ)) / h, relative to their size, or 0 if it is not.
 
     In double precision if the loss can be computed so: h must be so small that no ReLU changes its sign
-    on the way. And on a few examples of the batch if it can: what is looked for lies in the code of the loss.
+    on the way. And near the start rather than there, if it is finite near it: a gate that starts at zero
+    would hide what is behind it.
     """
     carry = held(carry)
+    if len({id(p) for p in carry.params.values()}) < len(carry.params):
+        return 0.0  # one tensor for two parameters: they could not be moved apart
     doubled, doubled_batch = tree.map(_double, (carry, batch))
-    for given in ((doubled, _few(doubled_batch)), (doubled, doubled_batch)):
+    for given in ((_near(doubled), doubled_batch), (doubled, doubled_batch)):
         try:
-            return max(_gap_of(training, *given, over) for over in overs)
+            gap = max(_gap_of(training, *given, over) for over in overs)
         except Exception:  # any fault that is not of these changes shows again without them
             continue
-    return max(_gap_of(training, carry, batch, over) for over in overs)
+        if math.isfinite(gap):
+            return gap
+    gap = max(_gap_of(training, carry, batch, over) for over in overs)
+    return gap if math.isfinite(gap) else 0.0
 
 
 def _gap_of(training: Trains, carry: Any, batch: Batch, over: Over) -> float:
     params, rng = list(carry.params.values()), Generator().manual_seed(0)
-    along = [torch.randn(p.shape, dtype=p.dtype, generator=rng).to(p.device) for p in params]
-
-    grads = partial(_grads, training, carry, batch)
+    along = [_noise(p, rng) for p in params]
+    grads, dtype = partial(_grads, training, carry, batch), params[0].dtype
+    precise = dtype == torch.float64
 
     def slope(h: Tensor) -> list[Tensor]:
         there = grads([p + h * u for p, u in zip(params, along, strict=True)])
         return [(b - a) / h for a, b in zip(here, there, strict=True)]
 
-    turned = vjp(grads, params)[1](along)[0] if over == "reverse" else jvp(grads, (params,), (along,))[1]
-    here, dtype = grads(params), params[0].dtype
-    h = torch.finfo(dtype).eps ** 0.5 * tree.norm(params).clamp(min=1) / tree.norm(along)
-    for _ in range(3):
-        found = slope(h)
-        k, gap = _largest(found, turned)
-        if not gap > _TOLERANCE.get(dtype, 0.05):
-            return 0.0
-        h = h / 8
-        if _distance(found[k], slope(h)[k]) < 0.1 * _distance(found[k], turned[k]):
-            return gap
+    with _Wide(dtype) as wide:
+        if over == "reverse":
+            here, pull = vjp(grads, params)[:2]
+            (turned,) = pull(along)
+        else:
+            here, turned = jvp(grads, (params,), (along,))[:2]
+        h = torch.finfo(dtype).eps ** 0.5 * tree.norm(params).clamp(min=1) / tree.norm(along)
+        for _ in range(3):
+            found = slope(h)
+            k, gap = _largest(found, turned, least=1e-6 if precise else 1e-3)
+            if wide.narrowed or gap < (1e-3 if precise else 0.05):
+                return 0.0
+            h = h / 8
+            if not _distance(found[k], slope(h)[k]) > 0.1 * _distance(found[k], turned[k]):
+                return gap
     return 0.0  # the slope depends on h, as where a ReLU changes its sign: it tells nothing
 
 
-_TOLERANCE = {torch.float64: 1e-3}
+class _Wide(TorchFunctionMode):
+    """A context in which tensors of a dtype are not cast to a narrower one: rounding would hide a slope.
+
+    `narrowed` tells whether some were all the same, as by autocast.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.narrowed = dtype, False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [x for x in args if isinstance(x, Tensor) and x.dtype == self.dtype]
+        if not given or not isinstance(result, Tensor) or not result.is_floating_point():
+            return result
+        if torch.finfo(result.dtype).eps > torch.finfo(self.dtype).eps:
+            if func in _CASTS:
+                return given[0].clone()
+            self.narrowed = self.narrowed or tree.is_tracked(result)
+        return result
 
 
-def _largest(x: list[Tensor], y: list[Tensor]) -> tuple[int, float]:
+_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type, Tensor.type_as)
+
+
+def _largest(x: list[Tensor], y: list[Tensor], least: float) -> tuple[int, float]:
     """Return where two lists differ most, relative to the size of what is there, and by how much."""
-    least = 1e-3 * torch.maximum(tree.norm(x), tree.norm(y))  # below this, all may be rounding
-    sizes = [torch.stack([a.norm(), b.norm(), least]).amax() for a, b in zip(x, y, strict=True)]
+    rounding = least * torch.maximum(tree.norm(x), tree.norm(y))
+    sizes = [torch.stack([a.norm(), b.norm(), rounding]).amax() for a, b in zip(x, y, strict=True)]
     gaps = torch.stack([_distance(a, b) / size for a, b, size in zip(x, y, sizes, strict=True)])
     return int(gaps.argmax()), float(gaps.amax())
 
@@ -158,12 +194,16 @@ def _double(x: Any) -> Any:
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _few(batch: Batch) -> Batch:
-    """Return an eighth of the examples, 8 at the least, if all tensors have as many."""
-    leaves, structure = tree.flatten(batch)
-    dense = [isinstance(x, Tensor) and x.dim() > 0 and x.layout == torch.strided for x in leaves]
-    counts = {len(x) if d else 0 for d, x in zip(dense, leaves, strict=True)}
-    if len(counts) != 1 or 0 in counts:
-        return batch
-    few = max(counts.pop() // 8, 8)
-    return tree.unflatten([x[:few] for x in leaves], structure)
+def _near(carry: Any) -> Any:
+    """Return the carry with parameters a percent away."""
+    params, rng = list(carry.params.values()), Generator().manual_seed(1)
+
+    def moved(p: Tensor) -> Tensor:
+        size = p.square().mean().sqrt()
+        return p + 0.01 * torch.where(size > 0, size, 1.0) * _noise(p, rng)
+
+    return tree.swap(carry, params, [moved(p) for p in params])
+
+
+def _noise(like: Tensor, rng: Generator) -> Tensor:
+    return torch.randn(like.shape, dtype=like.dtype, generator=rng).to(like.device)

@@ -91,25 +91,26 @@ class Forward:
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
         start, tangents = carry if isinstance(carry, ForwardCarry) else self.init(carry)
+        continued = len(tangents) > 0
         steps, first = horizon(training, meta, start, batches), batch_at(batches, 0)
         learned = learned_leaves("Forward", self.learn, meta)
         tangents = _fitting(tangents, start, learned)
         after, sizes = start, tree.norm(tangents)[None]
         values = tangents[0].new_zeros(0)
         look = first_look(training, "forward", self.skip, start, first, transposed=False)
-        missed = Missed(training, start, steps, self.skip)
+        missed = Missed(training, start, steps, self.skip, continued)
         step = _StepAhead(training, meta, learned, _ways(learned), look.over)
         with look.operations():
             for t in range(steps):
                 batch, before = batch_at(batches, t), after
                 after, value, tangents = apart(step(before, batch, tangents))
-                missed.at(t, before, batch, value)
+                missed.at(t, before, batch, [value], after=after)
                 # Not lists: over many steps, small tensors that stay would scatter the memory of large ones.
                 values = torch.cat([values, value[None]])
                 sizes = torch.cat([sizes, tree.norm(tangents)[None]])
                 if t == repeats_after(steps, self.skip):
                     again = training.evaluate(start, batch_at(batches, 0)).value
-                    check_repeated(0, [values[0]], [again], rounding(values.unbind()))
+                    check_repeated(0, [values[0]], [again], rounding(values[:1].unbind())[0])
             value, cotangent = outer_pull(outer_loss, after)
             notes = (*look.notes, left_out(meta, learned), missed.note(outer_loss, after, value))
         zeros = tree.zeros_like(meta)  # of what overflowed in grads, tangents tell more

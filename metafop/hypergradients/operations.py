@@ -1,7 +1,4 @@
-"""Operations whose second derivative torch lacks or gets wrong, written out in others that have it.
-
-The switch is a mode of torch functions, which belongs to one thread: what others compute stays as it is.
-"""
+"""Where operations are written out: in a mode of torch functions, which belongs to one thread alone."""
 
 from __future__ import annotations
 
@@ -12,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from metafop.randomness.mode import unasked
+from metafop.written_out import attention, weight_norm
 
 
 class WrittenOut(TorchFunctionMode):
@@ -28,36 +28,15 @@ class WrittenOut(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is F.multi_head_attention_forward:
+            with self:  # so that what it calls is written out
+                return _multi_head_attention(*args, **(kwargs or {}))
         written_out = _FORMS.get(func)
         self.used = self.used or written_out is not None
         return (written_out or func)(*args, **(kwargs or {}))
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """softmax(q kᵀ scale + mask) v, by torch's own unfused form."""
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
-    unfused = torch.ops.aten._scaled_dot_product_attention_math
-    return unfused(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
-
-
-def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """g v/‖v‖, a norm for each index of `dim`; one norm for all if `dim` is -1."""
-    others = [d for d in range(v.dim()) if d != dim]
-    return v * (g / torch.linalg.vector_norm(v, dim=others, keepdim=True))
-
-
+_multi_head_attention = unasked(F.multi_head_attention_forward)
 _FORMS: dict[Any, Callable[..., Tensor]] = {
     F.scaled_dot_product_attention: attention,
     torch._weight_norm: weight_norm,

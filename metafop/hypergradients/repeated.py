@@ -35,7 +35,13 @@ def repeats_after(steps: int, skip: Skip) -> int:
     return -1 if "repeat" in skip else steps - 2 + steps % 2
 
 
-def rounding(values: Sequence[Tensor]) -> float:
-    """Return by how much a loss may differ between kernels that compute it: √eps of the largest."""
-    sizes = tree.unwrapped(torch.stack(list(values))).abs()
-    return float(sizes.nan_to_num(0.0, 0.0).amax()) * torch.finfo(sizes.dtype).eps ** 0.5
+def rounding(values: Sequence[Tensor]) -> list[float]:
+    """Return by how much each loss may differ between kernels that compute it.
+
+    √eps of the loss itself and, where it is nearly zero as a difference of larger numbers, 100 eps of these:
+    of the largest loss, or 1 if that is larger.
+    """
+    sizes = tree.unwrapped(torch.stack(list(values)).detach()).abs().double().nan_to_num(0.0, 0.0)
+    eps = torch.finfo(values[0].dtype).eps
+    slack = eps**0.5 * sizes + 100 * eps * sizes.amax().clamp(max=1)
+    return slack.reshape(len(values), -1).amax(1).tolist()

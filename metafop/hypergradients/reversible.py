@@ -130,9 +130,9 @@ class _Path:
             batch = batch_at(self.batches, t)
             if emptied := self.optimizer.emptied(self.meta.hyper, now.opt):
                 saved[t] = emptied
-            integers.append({k: b for k, b in now.buffers.items() if not b.is_floating_point()})
+            integers.append({k: b for k, b in now.buffers.items() if not tree.is_inexact(b)})
             seen = self.training.evaluate(now, batch)
-            missed.at(t, now, batch, seen.value)
+            missed.at(t, now, batch, [seen.value])
             now, _ = self.training.advance(self.meta, now, seen)
             values.append(seen.value)
         return now, values, saved, integers
@@ -144,7 +144,7 @@ class _Path:
 
         With the last buffers in place of its own, a step may see another loss, though not another gradient.
         """
-        now, own = last, not any(b.is_floating_point() for b in last.buffers.values())
+        now, own = last, not any(tree.is_inexact(b) for b in last.buffers.values())
         for t in reversed(range(1, len(self.batches))):
             batch = batch_at(self.batches, t)
             params, half = self.optimizer.before(self.meta.hyper, now.params, now.opt)

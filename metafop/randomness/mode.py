@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from metafop import tree
 from metafop.randomness.functions import TABLE
 from metafop.randomness.numbers import Numbers
 
@@ -41,6 +42,7 @@ class seeded(TorchFunctionMode):
             found = f"{seed.dtype} of shape {tuple(seed.shape)}" if isinstance(seed, Tensor) else repr(seed)
             raise TypeError(f"A seed is an int64 scalar, got {found}. Pass one, such as torch.tensor(0).")
         self.numbers = Numbers(seed)
+        self.batch_levels = 0 if torch.compiler.is_compiling() else tree.batch_levels()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -59,6 +61,11 @@ class seeded(TorchFunctionMode):
             made = func(*args, **kwargs)
             return torch.where(self.numbers.seed == 0, made, made)
         _refuse(name, kwargs)
+        if not torch.compiler.is_compiling() and tree.batch_levels() > self.batch_levels:
+            raise ValueError(
+                f"A seeded loss draws by {name} inside a vmap of its own, where every example would draw the "
+                "same. Draw for all of them before the vmap, and map over what was drawn."
+            )
         named = {_RENAMED.get(k, k): v for k, v in kwargs.items() if k not in _IGNORED}
         return TABLE[name](self.numbers, *args, **named)
 
@@ -99,7 +106,7 @@ def _refuse(name: str, kwargs: dict[str, Any]) -> None:
         raise ValueError(f"A seeded loss draws by {name} with out= or requires_grad=. Leave them out.")
 
 
-def _unasked(function: Any) -> Callable[..., Any]:
+def unasked(function: Any) -> Callable[..., Any]:
     """Return a function of torch that runs as it is written, and does not ask first who replaces it."""
     names = {k: v for k, v in function.__globals__.items() if k != "__name__"}  # torch.compile imports by it
     names |= {k: _no for k in names if k.startswith("has_torch_function")}
@@ -116,7 +123,7 @@ def _no(*args: Any) -> bool:
 
 _WRITTEN_IN_PYTHON = {
     **{
-        function: _unasked(function)
+        function: unasked(function)
         for function in (
             F.dropout,
             F.dropout1d,

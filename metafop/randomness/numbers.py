@@ -48,6 +48,7 @@ class Numbers:
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """Return numbers in [0, 1): the leading digits of the bits."""
+        _refuse_complex(dtype)
         digits = min(32, 1 - round(math.log2(torch.finfo(dtype).eps)))
         return (self.bits(shape, device) >> (32 - digits)).to(dtype) * 2.0**-digits
 
@@ -56,6 +57,7 @@ class Numbers:
         return (self.bits(shape, device).double() + 0.5) * 2.0**-32
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        _refuse_complex(dtype)
         return (math.sqrt(2) * torch.erfinv(2 * self.inside(shape, device) - 1)).to(dtype)
 
     def exponential(self, shape: Sequence[int], device: torch.device | None = None) -> Tensor:
@@ -64,6 +66,13 @@ class Numbers:
     def kept(self, shape: Sequence[int], p: float, device: torch.device | None = None) -> Tensor:
         """Return where dropout keeps a number: where bits >= p 2³²."""
         return self.bits(shape, device) >= int(p * 2**32)
+
+
+def _refuse_complex(dtype: torch.dtype) -> None:
+    if dtype.is_complex:
+        raise ValueError(
+            f"A seeded loss draws real numbers, got {dtype}. Draw both parts, and join them by torch.complex."
+        )
 
 
 def mix(x: Tensor) -> Tensor:
