@@ -40,6 +40,7 @@ class Config:
     width: int = 100  # of the hidden layers of mlp
     deep_width: int = 256  # of the layers of deep
     channels: int = 16  # of the first layer of cnn
+    checked: tuple[int, ...] = (20, 100)  # steps for which it is measured what the checks cost
     ways: bool = True  # measure every way. Without, what the checks cost alone
     compiled: bool = True  # compile ours. Takes about a minute a case
     isolated: bool = True  # a process for each measure of memory. Without, resident memory is not told
@@ -82,7 +83,7 @@ def main(config: Config) -> None:
         looked_at = {name: case for name, case in cases(config).items() if name != "deep"}
         # A percent is less than what others on the machine add to the time on the wall.
         turns = partial(take_turns, tick=lambda: None, clock=time.process_time)
-        figures = check_costs.costs(looked_at, config.seed, config.compiled, turns)
+        figures = check_costs.costs(looked_at, config.checked, config.seed, config.compiled, turns)
         tick("checks")
         if config.ways:
             for name, case in cases(config).items():

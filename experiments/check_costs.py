@@ -12,26 +12,27 @@ from metafop.hypergradients import Adjoint
 from metafop.hypergradients.unroll import Check
 from metafop.types import Estimator
 
-HORIZONS = (20, 100)
 UNCHECKED = get_args(Check)
 Turns = Callable[[dict[str, Callable[[], Any]], int], dict[str, list[float]]]
 
 
-def costs(cases: dict[str, Case], seed: int, compiled: bool, take_turns: Turns) -> dict[str, Figure]:
+def costs(
+    cases: dict[str, Case], horizons: Sequence[int], seed: int, compiled: bool, take_turns: Turns
+) -> dict[str, Figure]:
     """Return percent of time and bytes, for each case and horizon, by steps as they are and compiled.
 
     "first" is the first estimate of a training, which is looked at once.
     """
     figures: dict[str, Figure] = {}
     for name, case in cases.items():
-        unroll = case._replace(horizon=max(HORIZONS)).unroll(seed)
+        unroll = case._replace(horizon=max(horizons)).unroll(seed)
         for kind, compiles in ({"eager": False} | ({"compiled": True} if compiled else {})).items():
             estimate = estimates(unroll, Momentum())
             pair = {
                 "checked": Adjoint(compile=compiles),
                 "unchecked": Adjoint(compile=compiles, skip=UNCHECKED),
             }
-            for steps in HORIZONS:
+            for steps in horizons:
                 batches = unroll.batches[:steps]
                 runs = {k: partial(estimate, estimator, batches) for k, estimator in pair.items()}
                 take_turns(runs, 1)

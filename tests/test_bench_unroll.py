@@ -18,7 +18,19 @@ def test_bench_unroll_measures_every_way_over_the_best_peer(tmp_path):
     pytest.importorskip("higher")
     pytest.importorskip("torchopt")
     small = [f"--{name}={value}" for name, value in (SMALL | NARROW).items()]
-    main(["bench-unroll", "--out", str(tmp_path), *small, "--no-compiled", "--no-isolated"])
+    main(
+        [
+            "bench-unroll",
+            "--out",
+            str(tmp_path),
+            *small,
+            "--no-compiled",
+            "--no-isolated",
+            "--checked",
+            "2",
+            "3",
+        ]
+    )
     summary = json.loads((tmp_path / "summary.json").read_text())
     for case in ("mlp_t2", "cnn_t2", "deep_t2"):
         for way in ("fast", "frugal", "log", "fast_forward", "fast_eager", "higher", "torchopt"):
@@ -26,6 +38,10 @@ def test_bench_unroll_measures_every_way_over_the_best_peer(tmp_path):
             assert summary[f"{case}_{way}_memory_vs_best_peer"] > 0
             assert summary[f"{case}_{way}_error"] < 1e-10
         assert summary[f"{case}_{summary[f'{case}_best_peer_memory']}_memory_vs_best_peer"] == 1.0
+    assert summary["checks_mlp_eager_t2_bytes"] == summary["checks_cnn_eager_t3_bytes"] == 0
+    assert {
+        f"checks_{net}_{kind}_t3_percent" for net in ("mlp", "cnn") for kind in ("eager", "first")
+    } <= summary.keys()
     assert summary["cnn_time_vs_plain_training"] == summary["cnn_t2_fast_time_vs_training"]
     assert summary["time_t2_over_t1"] > 0
     assert summary["reversible_memory_t10_over_t1"] > 0
