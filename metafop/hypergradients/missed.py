@@ -10,6 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from metafop import tree
+from metafop.hypergradients.per_training import PerTraining
 from metafop.hypergradients.unroll import Skip, has_buffers
 from metafop.types import Batch, OuterLoss, Trains
 
@@ -17,7 +18,8 @@ from metafop.types import Batch, OuterLoss, Trains
 class Missed:
     """Whether a gradient or the outer loss depends on buffers that training has changed.
 
-    To see it, those that have changed since the start are moved at random, at two steps and at the end.
+    To see it, those that have changed since the start are moved at random: at the last step and at the end,
+    and at an early step once for a training.
     Before step 2 nothing can be missed: the first parameters, and so the next buffers, do not depend on meta.
     They do where derivatives go on from an earlier window (`continued`): there, those are moved that the last
     step changes.
@@ -29,7 +31,7 @@ class Missed:
         self.outer = looks and any(tree.is_inexact(b) for b in start.buffers.values())
         steps_seen = {steps - 1} if continued else {t for t in (2, steps - 1) if t > 1}
         self.steps = steps_seen if self.outer else set()
-        self.names: set[str] = set()
+        self.names: frozenset[str] = frozenset()
 
     def at(
         self,
@@ -44,14 +46,10 @@ class Missed:
         if t not in self.steps or self.names:
             return
         moved, names = _moved(carry, after if self.continued else self.start)
-        if not names:
-            return
-        there = evaluate(moved) if evaluate else [self.training.evaluate(moved, batch).value]
-        if all(map(torch.equal, seen, there)):
-            return
-        here, there = (self.training.evaluate(each, batch).grads for each in (carry, moved))
-        if not all(torch.equal(here[k], there[k]) for k in here):
-            self.names = names
+        if names and t < max(self.steps):
+            self.names = _early(self.training, frozenset(names), carry, moved, batch, seen, evaluate)
+        elif names:
+            self.names = _read(self.training, frozenset(names), carry, moved, batch, seen, evaluate)
 
     def note(self, outer_loss: OuterLoss, after: Any, value: Tensor) -> str:
         """Say what is missed, if anything is; `value` is the outer loss of the carry `after`."""
@@ -71,6 +69,26 @@ class Missed:
                 "through them is missed. Make them parameters, or part of the optimizer's state."
             )
         return ""
+
+
+def _read(
+    training: Trains,
+    names: frozenset[str],
+    carry: Any,
+    moved: Any,
+    batch: Batch,
+    seen: Sequence[Tensor],
+    evaluate: Callable[[Any], Sequence[Tensor]] | None,
+) -> frozenset[str]:
+    """Return the names of the moved buffers if the gradient depends on them, or none."""
+    there = evaluate(moved) if evaluate else [training.evaluate(moved, batch).value]
+    if all(map(torch.equal, seen, there)):
+        return frozenset()
+    here, there = (training.evaluate(each, batch).grads for each in (carry, moved))
+    return frozenset() if all(torch.equal(here[k], there[k]) for k in here) else names
+
+
+_early = PerTraining(_read)  # the early one of the two steps, once for a training
 
 
 def _moved(carry: Any, start: Any) -> tuple[Any, set[str]]:
