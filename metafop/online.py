@@ -171,7 +171,8 @@ class Online:
         )
         if "carry" not in self.skip and not isinstance(new_carry, OnlineCarry):  # looked at below
             led = tree.all_finite(_moving(new_carry))
-            new_state = tree.where(led, new_state, _staying(state, seen))
+            if not tree.is_surely(led):  # all that is left out then is work
+                new_state = tree.where(led, new_state, _staying(state, seen))
             info |= {"finite": finite & led, "moved": moves & led}
         return new_state, info | {f"below.{k}": v for k, v in below.items() if k != "value"}
 

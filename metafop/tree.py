@@ -153,6 +153,11 @@ def is_differentiating() -> bool:
     return any(level.key() != TransformType.Vmap for level in get_interpreter_stack() or ())
 
 
+def is_surely(condition: Tensor) -> bool:
+    """Return whether a condition is known to hold: inside transforms and compiled code it is not known."""
+    return not torch.compiler.is_compiling() and not is_transforming() and bool(condition)
+
+
 def batch_levels() -> int:
     """Return how many transforms `vmap` this code runs inside."""
     return sum(level.key() == TransformType.Vmap for level in get_interpreter_stack() or ())
