@@ -92,7 +92,7 @@ def main(config: Config) -> None:
             tick("longer")
             figures |= alone(config, backward_in_time)
             tick("reversible")
-    show_checks(config, figures)
+    check_costs.show(config.out, figures)
     for name, result in results.items():
         figures |= summary(name, result)
         figures[f"{name.split('_')[0]}_time_vs_plain_training"] = figures[f"{name}_fast_time_vs_training"]
@@ -270,11 +270,6 @@ def show(config: Config, name: str, result: Result, figures: dict[str, run.Figur
     rows = [[way, *(cell(way, *column) for column in columns.values())] for way in result.seconds]
     title = f"{name.replace('_t', ', T = ')}; best peer: {figures[f'{name}_best_peer_time']} in time, "
     run.show(config.out, title + f"{figures[f'{name}_best_peer_memory']} in memory", ["way", *columns], rows)
-
-
-def show_checks(config: Config, figures: dict[str, run.Figure]) -> None:
-    rows = [[name, str(value)] for name, value in figures.items() if name.startswith("checks_")]
-    run.show(config.out, "What the checks cost, with over without", ["figure", "percent or bytes"], rows)
 
 
 def draw(config: Config, results: dict[str, Result], figures: dict[str, run.Figure]) -> None:

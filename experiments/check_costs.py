@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
+from experiments import run
 from experiments.bench_online import percent
 from experiments.run import Figure
 from experiments.unrolls import Case, estimates, peak_of_tensors
@@ -44,6 +46,11 @@ def costs(
                     seconds = take_turns(firsts, case.rounds)
                     figures[f"checks_{name}_first_t{steps}_percent"] = percent(*seconds.values())
     return figures
+
+
+def show(out: Path, figures: dict[str, Figure]) -> None:
+    rows = [[name, str(value)] for name, value in figures.items() if name.startswith("checks_")]
+    run.show(out, "What the checks cost, with over without", ["figure", "percent or bytes"], rows)
 
 
 def _first(unroll: Any, estimator: Estimator, batches: Sequence[Any]) -> Any:
