@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 from torch.func import grad_and_value
 
-from metafop import checks, tree
+from metafop import checks, stopped_gradients, tree
 from metafop.optimizers import fitted
 from metafop.preconditioners import Identity, stacks
 from metafop.types import (
@@ -81,7 +81,8 @@ class Training:
 
         versions = checks.versions(carry.params)
         try:
-            grads, (value, buffers) = grad_and_value(objective, has_aux=True)(carry.params)
+            with stopped_gradients.inner_alone():
+                grads, (value, buffers) = grad_and_value(objective, has_aux=True)(carry.params)
         except RuntimeError as error:
             checks.explain(error)
             raise

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 from torch._C._functorch import (
     TransformType,
+    _add_batch_dim,
+    _wrap_for_grad,
     get_interpreter_stack,
     get_unwrapped,
     is_batchedtensor,
     is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
+    maybe_get_bdim,
+    maybe_get_level,
     peek_interpreter_stack,
 )
 from torch.func import vjp
@@ -153,6 +157,11 @@ def is_differentiating() -> bool:
     return any(level.key() != TransformType.Vmap for level in get_interpreter_stack() or ())
 
 
+def transforms() -> int:
+    """Return how many transforms of torch.func this code runs inside: the level of the innermost."""
+    return len(get_interpreter_stack() or ())
+
+
 def is_surely(condition: Tensor) -> bool:
     """Return whether a condition is known to hold: inside transforms and compiled code it is not known."""
     return not torch.compiler.is_compiling() and not is_transforming() and bool(condition)
@@ -178,6 +187,31 @@ def unwrapped(x: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Return whether the tensor takes part in a transform of torch.func."""
+    return is_functorch_wrapped_tensor(x)
+
+
+def is_tracked_from(x: object, level: int) -> bool:
+    """Return whether a derivative that is taken at this level or inside it depends on `x`."""
+    if not isinstance(x, Tensor) or not is_functorch_wrapped_tensor(x) or maybe_get_level(x) < level:
+        return False
+    return is_tracked(x) or is_tracked_from(get_unwrapped(x), level)
+
+
+def without_levels(x: Tree, level: int) -> Tree:
+    """Return the tensor as a constant for derivatives that are taken at this level or inside it.
+
+    Derivatives around it, and `vmap` at any level, still see what it is. Other objects stay as they are.
+    """
+    if not isinstance(x, Tensor) or not is_functorch_wrapped_tensor(x) or maybe_get_level(x) < level:
+        return x
+    inner, own = without_levels(get_unwrapped(x), level), maybe_get_level(x)
+    return (
+        _add_batch_dim(inner, maybe_get_bdim(x), own) if is_batchedtensor(x) else _wrap_for_grad(inner, own)
+    )
 
 
 def is_recorded(x: Tensor) -> bool:

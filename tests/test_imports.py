@@ -14,7 +14,7 @@ STOREYS = [
     {"types"},
     {"tree", "written_out"},
     {"randomness"},
-    {"functional", "optimizers", "preconditioners", "checks"},
+    {"functional", "optimizers", "preconditioners", "checks", "stopped_gradients"},
     {"training", "parts"},
     {"hypergradients", "safeguards"},
     {"diagnostics", "learned"},

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from problems import assert_near, assert_same_bits, every, filled
-from test_first_look import slope
+from test_second_derivative import slope
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -192,7 +192,7 @@ def into_what_is_captured(params, x):
 
 COUNT = torch.ones((), dtype=torch.float64)
 UNSUPPORTED = {
-    "a state that is no buffer": (keeping, "Make it a buffer"),
+    "a state that is no buffer": (keeping, "Make "),  # it a buffer, or the loss a function of its arguments
     "what is captured": (into_what_is_captured, "writes in place"),
     "embedding bag": (
         lambda params, x: F.embedding_bag(torch.tensor([[0, 1], [2, 3]]), params["w"]).square().mean(),

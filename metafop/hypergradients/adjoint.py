@@ -20,6 +20,7 @@ from metafop.hypergradients.missed import Missed
 from metafop.hypergradients.per_training import PerTraining
 from metafop.hypergradients.repeated import check_repeated, rounding
 from metafop.hypergradients.schedule import Schedule
+from metafop.hypergradients.second_derivative import SecondDerivative, second_derivative
 from metafop.hypergradients.unroll import (
     Cotangent,
     Over,
@@ -106,7 +107,7 @@ class Adjoint:
         steps, first = horizon(training, meta, carry, batches), batch_at(batches, 0)
         if self.compile:
             _check_compilable(tree.leaves(first), 0)
-        look = first_look(training, self.over, self.skip, carry, first)
+        look = first_look(training, self.over, carry, first)
         looks = looks_at_value(training, meta, carry)
         (meta_leaves, meta_structure), (start, structure) = tree.flatten(meta), tree.flatten(carry)
         if self.compile:
@@ -129,11 +130,11 @@ class Adjoint:
 
         lay = channels_last if self.compile and _takes_channels_last(training, carry, first) else list
         missed = Missed(training, carry, steps, self.skip)
-        sweep = _Sweep(walk, outer, meta_leaves, batches, schedule, lay, structure, missed, self)
-        with look.operations():
+        with look.operations(), second_derivative(training, look.over, self.skip) as second:
+            sweep = _Sweep(walk, outer, meta_leaves, batches, schedule, lay, structure, missed, second, self)
             sweep.back(start, self._budget(schedule, steps))
             value, after = sweep.value, tree.unflatten(sweep.last, structure)
-            notes = (*look.notes, missed.note(outer_loss, after, value))
+            notes = (*look.notes, *second.notes, missed.note(outer_loss, after, value))
         grads = tree.unflatten(sweep.grads, meta_structure)
         return Estimate(
             value, grads, after, findings(after, value, grads, sweep.values, sweep.sizes[::-1], notes)
@@ -205,10 +206,12 @@ class _Sweep:
         lay: Callable[[Leaves], Leaves],
         structure: tree.Structure,
         missed: Missed,
+        second: SecondDerivative,
         settings: Adjoint,
     ) -> None:
         self.walk, self.outer, self.meta, self.batches = walk, outer, meta, batches
-        self.schedule, self.lay, self.structure, self.missed = schedule, lay, structure, missed
+        self.schedule, self.lay, self.structure = schedule, lay, structure
+        self.missed, self.second = missed, second
         self.keeps_seen, self.repeats = settings.compile, "repeat" not in settings.skip
         self.grads = [torch.zeros_like(x) for x in meta]  # ∂value/∂meta, so far
         self.values: list[Tensor] = []  # the loss that each step saw, from the first
@@ -248,6 +251,7 @@ class _Sweep:
             )
             self.sizes += size
             self._check(t, first or [self.values[t]], again, self.slack[t])
+            self.second.at(tree.unflatten(before, self.structure), batch_at(self.batches, t))
             first = []
 
     def _keep(

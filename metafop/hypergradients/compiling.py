@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from metafop import stopped_gradients
 from metafop.hypergradients.agreement import check_agreement
 from metafop.hypergradients.operations import WrittenOut
+from metafop.stopped_gradients import Record
 
 Leaves = list[Any]  # tensors, and None where a batch has none
 
@@ -66,8 +68,8 @@ class Compiled:
                     f"A step was compiled for {_LIMIT} forms of batches, and there comes another. "
                     "Bring batches to a few shapes, or pass compile=False."
                 )
-            with WrittenOut():
-                built = _build(self.function, formed)
+            with WrittenOut(), stopped_gradients.recording() as record:
+                built = _build(self.function, formed, record)
                 if self.checked:
                     check_agreement(built(formed), self.function, formed)
             self.built[key] = built
@@ -75,17 +77,21 @@ class Compiled:
 
 
 class _Built(NamedTuple):
-    """A compiled function of tensors, and the forms of the lists into which its result is cut."""
+    """A compiled function of tensors, the forms of the lists into which its result is cut, and what was
+    recorded of its derivatives while it was traced.
+    """
 
     run: Callable[..., list[Tensor]]
     forms: tuple[Form, ...]
+    record: Record
 
     def __call__(self, groups: list[Formed]) -> tuple[Formed, ...]:
+        stopped_gradients.add(self.record)
         lists = _cut(self.run(*_tensors(groups)), [len(form.described) for form in self.forms])
         return tuple(map(Formed, lists, self.forms))
 
 
-def _build(function: Callable[..., tuple[Leaves, ...]], groups: list[Formed]) -> _Built:
+def _build(function: Callable[..., tuple[Leaves, ...]], groups: list[Formed], record: Record) -> _Built:
     import torch._inductor  # takes a second: for those who compile
 
     sizes: list[int] = []
@@ -109,7 +115,8 @@ def _build(function: Callable[..., tuple[Leaves, ...]], groups: list[Formed]) ->
     _refuse_random(graph)
     run: Any = torch._inductor.compile(graph, examples, _OPTIONS)
     del examples  # as large as all that a step takes
-    return _Built(run, tuple(Formed(leaves).form for leaves in _cut(run(*_tensors(groups)), sizes)))
+    forms = tuple(Formed(leaves).form for leaves in _cut(run(*_tensors(groups)), sizes))
+    return _Built(run, forms, record)
 
 
 def _refuse_random(graph: GraphModule) -> None:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
-from metafop import parts, tree
+from metafop import parts, stopped_gradients, tree
 from metafop.hypergradients.findings import findings
 from metafop.hypergradients.first_look import first_look
 from metafop.hypergradients.missed import Missed
 from metafop.hypergradients.repeated import check_repeated, repeats_after, rounding
+from metafop.hypergradients.second_derivative import second_derivative
 from metafop.hypergradients.unroll import (
     Cotangent,
     Over,
@@ -97,13 +98,14 @@ class Forward:
         tangents = _fitting(tangents, start, learned)
         after, sizes = start, tree.norm(tangents)[None]
         values = tangents[0].new_zeros(0)
-        look = first_look(training, "forward", self.skip, start, first, transposed=False)
+        look = first_look(training, "forward", start, first)
         missed = Missed(training, start, steps, self.skip, continued)
         step = _StepAhead(training, meta, learned, _ways(learned), look.over)
-        with look.operations():
+        with look.operations(), second_derivative(training, look.over, self.skip) as second:
             for t in range(steps):
                 batch, before = batch_at(batches, t), after
                 after, value, tangents = apart(step(before, batch, tangents))
+                second.at(before, batch)
                 missed.at(t, before, batch, [value], after=after)
                 # Not lists: over many steps, small tensors that stay would scatter the memory of large ones.
                 values = torch.cat([values, value[None]])
@@ -112,7 +114,12 @@ class Forward:
                     again = training.evaluate(start, batch_at(batches, 0)).value
                     check_repeated(0, [values[0]], [again], rounding(values[:1].unbind())[0])
             value, cotangent = outer_pull(outer_loss, after)
-            notes = (*look.notes, left_out(meta, learned), missed.note(outer_loss, after, value))
+            notes = (
+                *look.notes,
+                *second.notes,
+                left_out(meta, learned),
+                missed.note(outer_loss, after, value),
+            )
         zeros = tree.zeros_like(meta)  # of what overflowed in grads, tangents tell more
         grads = tree.replace(zeros, _contracted(tangents, cotangent, learned))
         info = findings(after, value, zeros, values.unbind(), notes=notes)
@@ -141,7 +148,7 @@ class _StepAhead:
 
     ġ = H θ̇,    Ċ' = ∂advance/∂carry Ċ + ∂advance/∂g ġ + ∂advance/∂meta
 
-    H θ̇ is the tangent of the gradient (`over="forward"`) or, H being symmetric, a pullback of it.
+    H θ̇ is the tangent of the gradient (`over="forward"`) or, where H is symmetric, a pullback of it.
     """
 
     training: Trains
@@ -178,8 +185,14 @@ class _StepAhead:
         if self.over == "forward":
             d_grads, seen = _pushed(evaluate, (carry.params,), (d_params,))
             return seen, d_grads
-        pulling: Any = vjp(evaluate, carry.params, has_aux=True)
-        return pulling[2], vmap(pulling[1])(d_params)[0]
+        with stopped_gradients.recording() as record:
+            pulling: Any = vjp(evaluate, carry.params, has_aux=True)
+        _, pull, seen = pulling
+        if not record:
+            return seen, vmap(pull)(d_params)[0]
+        # Where a gradient is stopped, its derivative J is not symmetric: the pullback of v ↦ Jᵀ v is u ↦ J u.
+        transposed = vjp(lambda v: pull(v)[0], seen.grads)[1]
+        return seen, vmap(transposed)(d_params)[0]
 
 
 def _pushed(function: Callable[..., tuple[Any, Any]], here: tuple, along: tuple) -> tuple[Any, Any]:

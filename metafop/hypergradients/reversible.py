@@ -14,6 +14,7 @@ from metafop.hypergradients.findings import findings
 from metafop.hypergradients.first_look import first_look
 from metafop.hypergradients.missed import Missed
 from metafop.hypergradients.repeated import check_repeated
+from metafop.hypergradients.second_derivative import second_derivative
 from metafop.hypergradients.unroll import (
     Skip,
     StepBack,
@@ -78,7 +79,7 @@ class ReversibleAdjoint:
             meta, carry = apart((meta, carry))
             path = _path(training, meta, carry, batches)
             horizon(training, meta, carry, batches)
-            look = first_look(training, "reverse", self.skip, carry, batch_at(batches, 0))
+            look = first_look(training, "reverse", carry, batch_at(batches, 0))
             with look.operations():
                 return self._there_and_back(path, outer_loss, look.notes)
 
@@ -90,16 +91,18 @@ class ReversibleAdjoint:
         value, cotangent = outer_pull(outer_loss, last)
         grads, sizes = tree.zeros_like(meta), [tree.norm(cotangent)]
         step_back = StepBack(training)
-        if tree.all_finite(last.params):
-            for t, before, batch, value_before in path.back(last, values, saved, integers):
-                d_meta, cotangent, again = step_back(meta, before, batch, cotangent)
-                if "repeat" not in self.skip:
-                    check_repeated(t, [value_before], [again.value])
-                grads = tree.add(grads, d_meta)
-                sizes.append(tree.norm(cotangent))
-        else:  # what is not a number cannot be undone
-            grads, sizes = tree.map(lambda x: torch.full_like(x, torch.nan), meta), []
-        notes = (*notes, missed.note(outer_loss, last, value))
+        with second_derivative(training, "reverse", self.skip) as second:
+            if tree.all_finite(last.params):
+                for t, before, batch, value_before in path.back(last, values, saved, integers):
+                    d_meta, cotangent, again = step_back(meta, before, batch, cotangent)
+                    if "repeat" not in self.skip:
+                        check_repeated(t, [value_before], [again.value])
+                    second.at(before, batch)
+                    grads = tree.add(grads, d_meta)
+                    sizes.append(tree.norm(cotangent))
+            else:  # what is not a number cannot be undone
+                grads, sizes = tree.map(lambda x: torch.full_like(x, torch.nan), meta), []
+        notes = (*notes, *second.notes, missed.note(outer_loss, last, value))
         info = findings(last, value, grads, values, sizes[::-1], notes)
         info["store_bits"] = torch.tensor(64 * words)
         info["bits_per_parameter_step"] = info["store_bits"] / (

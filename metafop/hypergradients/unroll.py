@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value, jvp, vjp
 
-from metafop import checks, tree
-from metafop.types import Batch, Batches, Carry, Meta, OuterLoss, Params, Seen, Trains, Tree
+from metafop import checks, stopped_gradients, tree
+from metafop.types import Batch, Batches, Carry, Meta, OuterLoss, Seen, Trains, Tree
 
 Over = Literal["reverse", "forward"]
 Check = Literal["repeat", "hessian", "buffers", "compiled"]
@@ -145,25 +146,52 @@ class StepBack:
     def __call__(
         self, meta: Meta, carry: Any, batch: Batch, cotangent: Cotangent, seen: Seen | None = None
     ) -> tuple[Meta, Cotangent, Seen]:
-        carry = held(carry)
+        given = (meta, held(carry), batch, cotangent, seen)
+        if self.over == "forward":
+            with stopped_gradients.recording() as record:
+                pulled = self._over_forward(*given)
+            if record:  # where a gradient is stopped, its derivative is not symmetric
+                pulled = self._over_reverse(*given)
+        else:
+            pulled = self._over_reverse(*given)
+        d_meta, d_floats, d_params, again = pulled
+        floats, rebuild = tree.partition(carry)
+        through_params = tree.pull(lambda floats: list(rebuild(floats).params.values()), floats, d_params)
+        return apart((d_meta, tree.add(d_floats, through_params), again))
+
+    def _over_reverse(
+        self, meta: Meta, carry: Any, batch: Batch, cotangent: Cotangent, seen: Seen | None
+    ) -> tuple[Meta, Cotangent, list[Tensor], Seen]:
+        pulling: Any = vjp(self._evaluate(carry, batch), list(carry.params.values()), has_aux=True)
+        _, pull, again = pulling
+        d_meta, d_floats, d_seen = self._pull_advance(meta, carry, seen or again, cotangent)
+        (d_params,) = pull(d_seen)
+        return d_meta, d_floats, d_params, again
+
+    def _over_forward(
+        self, meta: Meta, carry: Any, batch: Batch, cotangent: Cotangent, seen: Seen | None
+    ) -> tuple[Meta, Cotangent, list[Tensor], Seen]:
+        """H d_grads + g d_value, the Hessian-vector product by differentiating g forward."""
+        again = self.training.evaluate(carry, batch)
+        d_meta, d_floats, d_seen = self._pull_advance(meta, carry, seen or again, cotangent)
+        d_grads, d_value = d_seen if self.looks else (d_seen, None)
+        grads = partial(gradients, self.training, carry, batch)
+        along = [d_grads[name] for name in carry.params]
+        d_params = jvp(grads, (list(carry.params.values()),), (along,))[1]
+        if d_value is not None:
+            first = [(seen or again).grads[name] for name in carry.params]
+            d_params = [h + d_value * g for h, g in zip(d_params, first, strict=True)]
+        return d_meta, d_floats, d_params, again
+
+    def _evaluate(self, carry: Any, batch: Batch) -> Callable[[list[Tensor]], tuple[Any, Seen]]:
+        """Return what is differentiated: what `advance` looks at, as a function of the parameters."""
         params = list(carry.params.values())
 
         def evaluate(now: list[Tensor]) -> tuple[Any, Seen]:
             seen = self.training.evaluate(tree.swap(carry, params, now), batch)
             return ((seen.grads, seen.value) if self.looks else seen.grads), seen
 
-        if self.over == "reverse":
-            pulling: Any = vjp(evaluate, params, has_aux=True)
-            again = pulling[2]
-            d_meta, d_floats, d_seen = self._pull_advance(meta, carry, seen or again, cotangent)
-            (d_params,) = pulling[1](d_seen)
-        else:
-            again = self.training.evaluate(carry, batch)
-            d_meta, d_floats, d_seen = self._pull_advance(meta, carry, seen or again, cotangent)
-            d_params = self._turned(evaluate, params, carry, seen or again, d_seen)
-        floats, rebuild = tree.partition(carry)
-        through_params = tree.pull(lambda floats: list(rebuild(floats).params.values()), floats, d_params)
-        return apart((d_meta, tree.add(d_floats, through_params), again))
+        return evaluate
 
     def _pull_advance(
         self, meta: Meta, carry: Any, seen: Seen, cotangent: Cotangent
@@ -177,22 +205,6 @@ class StepBack:
 
         looked_at = (seen.grads, seen.value) if self.looks else seen.grads
         return vjp(advance, meta, floats, looked_at)[1](cotangent)
-
-    def _turned(
-        self, evaluate: Callable, params: list[Tensor], carry: Any, seen: Seen, d_seen: Any
-    ) -> list[Tensor]:
-        """Return H d_grads + g d_value, the Hessian-vector product by differentiating g forward."""
-        d_grads, d_value = d_seen if self.looks else (d_seen, None)
-        along = [d_grads[name] for name in carry.params]
-
-        def grads(now: list[Tensor]) -> list[Tensor]:
-            _, seen = evaluate(now)
-            return [seen.grads[name] for name in carry.params]
-
-        turned = jvp(grads, (params,), (along,))[1]
-        if d_value is None:
-            return turned
-        return [h + d_value * seen.grads[name] for name, h in zip(carry.params, turned, strict=True)]
 
 
 def looks_at_value(training: Trains, meta: Meta, carry: Any) -> bool:
@@ -210,16 +222,18 @@ def looks_at_value(training: Trains, meta: Meta, carry: Any) -> bool:
     return found[0]
 
 
+def gradients(training: Trains, carry: Any, batch: Batch, params: list[Tensor]) -> list[Tensor]:
+    """Return the gradients at other parameters than those of the carry."""
+    seen = training.evaluate(tree.swap(carry, list(carry.params.values()), params), batch)
+    return [seen.grads[k] for k in carry.params]
+
+
 def forward_fails(training: Trains, carry: Any, batch: Batch) -> str:
     """Return why the gradient cannot be differentiated forward, or nothing if it can."""
     carry = held(carry)
     params = list(carry.params.values())
-
-    def grads(now: list[Tensor]) -> Params:
-        return training.evaluate(tree.swap(carry, params, now), batch).grads
-
     try:
-        jvp(grads, (params,), (tree.zeros_like(params),))
+        jvp(partial(gradients, training, carry, batch), (params,), (tree.zeros_like(params),))
     except (NotImplementedError, RuntimeError) as error:
         if "forward" not in str(error):
             raise

@@ -1,0 +1,212 @@
+"""Whether the second derivative that torch takes of a loss is the derivative of its gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.func import jvp, vjp
+from torch.overrides import TorchFunctionMode
+
+from metafop import stopped_gradients, tree
+from metafop.hypergradients.per_training import PerTraining
+from metafop.hypergradients.unroll import Over, Skip, gradients, held
+from metafop.types import Batch, Trains
+
+
+@dataclass
+class SecondDerivative:
+    """What is seen of a loss while its steps are differentiated.
+
+    What it does for the first time is looked at there, once for a training: gradients that it stops, for what
+    torch's second derivative leaves out by that; and what hides a derivative, by a difference of gradients.
+    """
+
+    training: Trains
+    over: Over
+    skipped: bool
+    record: stopped_gradients.Record
+    seen: frozenset[str] = frozenset()
+    left_out: dict[str, float] = field(default_factory=dict)
+    wrong: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def places(self) -> frozenset[str]:
+        """What the loss was seen to do, so far."""
+        return frozenset(self.record.stopped) | frozenset(self.record.unknown)
+
+    def at(self, carry: Any, batch: Batch) -> None:
+        """Look at a step that was differentiated."""
+        new, self.seen = self.places - self.seen, self.places
+        if not new or self.skipped:
+            return
+        for places, find, found in (
+            (new.intersection(self.record.stopped), _left_out, self.left_out),
+            (new.intersection(self.record.unknown), _gaps, self.wrong),
+        ):
+            if places and (gap := find(self.training, (places, self.over), carry, batch)):
+                found |= dict.fromkeys(sorted(places), gap)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        notes = []
+        if self.left_out:
+            notes.append(
+                f"The loss stops a gradient: {', '.join(self.left_out)}. This is the derivative of the run "
+                "as it is computed, through what is stopped. torch.autograd alone would leave that out, "
+                f"{max(self.left_out.values()):.1%} of a second derivative (docs/math.md, 27)."
+            )
+        if self.wrong:
+            notes.append(
+                f"The loss hides a derivative: {', '.join(self.wrong)}. Its gradient changes by other than "
+                f"torch's second derivative, by {max(self.wrong.values()):.1%} along a random direction, and "
+                "this hypergradient is wrong by what is hidden. Keep numbers in tensors (detach stops a "
+                "gradient), correct the function's derivative, or use evolution (docs/math.md, 27)."
+            )
+        return tuple(notes)
+
+
+@contextmanager
+def second_derivative(training: Trains, over: Over, skip: Skip) -> Iterator[SecondDerivative]:
+    """A context in which losses are watched while they are differentiated."""
+    with stopped_gradients.recording() as record:
+        yield SecondDerivative(training, over, "hessian" in skip or tree.is_transforming(), record)
+
+
+def _left_out_of(training: Trains, key: tuple[frozenset[str], Over], carry: Any, batch: Batch) -> float:
+    """Return by how much Jᵀ v changes if torch stops all derivatives, relative to its size, or 0."""
+    carry = held(carry)
+    params, rng = list(carry.params.values()), Generator().manual_seed(0)
+    noise, grads = [_noise(p, rng) for p in params], partial(gradients, training, carry, batch)
+    (whole,) = vjp(grads, params)[1](noise)
+    with stopped_gradients.all_derivatives():
+        (rest,) = vjp(grads, params)[1](noise)
+    rounding = torch.finfo(params[0].dtype).eps ** 0.5
+    sizes = _sizes([torch.maximum(a.abs(), b.abs()) for a, b in zip(whole, rest, strict=True)], rounding)
+    gaps = [torch.linalg.vector_norm(a - b) / size for a, b, size in zip(whole, rest, sizes, strict=True)]
+    gap = float(torch.stack(gaps).amax())
+    return gap if gap > rounding and math.isfinite(gap) else 0.0
+
+
+_left_out = PerTraining(_left_out_of)
+
+
+def _gap(training: Trains, key: tuple[frozenset[str], Over], carry: Any, batch: Batch) -> float:
+    """Return how far J u is from (∇J(θ + hu) - ∇J(θ)) / h, relative to their size, or 0 if it is not.
+
+    In double precision if the loss can be computed so: h must be so small that no ReLU changes its sign
+    on the way. And near the parameters rather than there, if it is finite near them: a gate that starts at
+    zero would hide what is behind it.
+    """
+    carry, (_, over) = held(carry), key
+    if len({id(p) for p in carry.params.values()}) < len(carry.params):
+        return 0.0  # one tensor for two parameters: they could not be moved apart
+    doubled, doubled_batch = tree.map(_double, (carry, batch))
+    for given in ((_near(doubled), doubled_batch), (doubled, doubled_batch)):
+        try:
+            gap = _gap_of(training, *given, over)
+        except Exception:  # any fault that is not of these changes shows again without them
+            continue
+        if math.isfinite(gap):
+            return gap
+    gap = _gap_of(training, carry, batch, over)
+    return gap if math.isfinite(gap) else 0.0
+
+
+_gaps = PerTraining(_gap)
+
+
+def _gap_of(training: Trains, carry: Any, batch: Batch, over: Over) -> float:
+    """Return |⟨v, slope⟩ - ⟨v, J u⟩| for random u and v, each tensor of v divided by the size of the slope's.
+
+    J need not be symmetric: in reverse, ⟨v, J u⟩ = ⟨Jᵀ v, u⟩.
+    """
+    params, rng = list(carry.params.values()), Generator().manual_seed(0)
+    along, noise = ([_noise(p, rng) for p in params] for _ in range(2))
+    grads, dtype = partial(gradients, training, carry, batch), params[0].dtype
+    least, tolerance = (1e-6, 1e-3) if dtype == torch.float64 else (1e-3, 0.05)
+
+    def slope(h: Tensor) -> list[Tensor]:
+        there = grads([p + h * u for p, u in zip(params, along, strict=True)])
+        return [(b - a) / h for a, b in zip(here, there, strict=True)]
+
+    with _Wide(dtype) as wide:
+        here = grads(params)
+        h = torch.finfo(dtype).eps ** 0.5 * tree.norm(params).clamp(min=1) / tree.norm(along)
+        found = slope(h)
+        across = [v / size for v, size in zip(noise, _sizes(found, least), strict=True)]
+        if over == "reverse":
+            expected = _dot(vjp(grads, params)[1](across)[0], along)
+        else:
+            expected = _dot(jvp(grads, (params,), (along,))[1], across)
+        for _ in range(3):
+            gap = (_dot(found, across) - expected).abs()
+            if wide.narrowed or gap < tolerance:
+                return 0.0
+            last, h = _dot(found, across), h / 8
+            found = slope(h)
+            if not (_dot(found, across) - last).abs() > 0.1 * gap:
+                return float(gap)
+    return 0.0  # the slope depends on h, as where a ReLU changes its sign: it tells nothing
+
+
+class _Wide(TorchFunctionMode):
+    """A context in which tensors of a dtype are not cast to a narrower one: rounding would hide a slope.
+
+    `narrowed` tells whether some were all the same, as by autocast.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.narrowed = dtype, False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [x for x in args if isinstance(x, Tensor) and x.dtype == self.dtype]
+        if not given or not isinstance(result, Tensor) or not result.is_floating_point():
+            return result
+        if torch.finfo(result.dtype).eps > torch.finfo(self.dtype).eps:
+            if func in _CASTS:
+                return given[0].clone()
+            self.narrowed = self.narrowed or tree.is_tracked(result)
+        return result
+
+
+_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type, Tensor.type_as)
+
+
+def _sizes(x: list[Tensor], least: float) -> list[Tensor]:
+    """Return the norm of each tensor, or a least part of that of all if it is smaller."""
+    smallest = (least * tree.norm(x)).clamp(min=torch.finfo(x[0].dtype).tiny)
+    return [torch.linalg.vector_norm(each).clamp(min=smallest) for each in x]
+
+
+def _dot(x: list[Tensor], y: list[Tensor]) -> Tensor:
+    return torch.stack([tree.dot(a, b) for a, b in zip(x, y, strict=True)]).sum()
+
+
+def _double(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _near(carry: Any) -> Any:
+    """Return the carry with parameters a percent away."""
+    params, rng = list(carry.params.values()), Generator().manual_seed(1)
+
+    def moved(p: Tensor) -> Tensor:
+        size = p.square().mean().sqrt()
+        return p + 0.01 * torch.where(size > 0, size, 1.0) * _noise(p, rng)
+
+    return tree.swap(carry, params, [moved(p) for p in params])
+
+
+def _noise(like: Tensor, rng: Generator) -> Tensor:
+    return torch.randn(like.shape, dtype=like.dtype, generator=rng).to(like.device)
