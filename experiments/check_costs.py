@@ -11,7 +11,7 @@ from experiments.run import Figure
 from experiments.unrolls import Case, estimates, peak_of_tensors
 from metafop import Momentum
 from metafop.hypergradients import Adjoint
-from metafop.hypergradients.unroll import Check
+from metafop.hypergradients.validation import Check
 from metafop.types import Estimator
 
 UNCHECKED = get_args(Check)

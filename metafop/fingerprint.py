@@ -9,7 +9,8 @@ from torch import Generator, Tensor
 
 from metafop import tree
 from metafop.hypergradients import EvolutionCarry, ForwardCarry
-from metafop.hypergradients.unroll import batch_at, horizon, outer_value
+from metafop.hypergradients.outer_loss import value_of
+from metafop.hypergradients.validation import batch_at, horizon
 from metafop.types import Batches, Meta, OuterLoss, Trains
 
 Numbers = dict[str, tuple[float, float]]  # each with how far rounding may move it
@@ -40,7 +41,7 @@ def fingerprint(
         )
 
     def outer(carry: Any) -> Numbers:
-        return _numbers("value", [outer_value(outer_loss, carry).item()], precision)
+        return _numbers("value", [value_of(outer_loss, carry).item()], precision)
 
     precision = max(_precision(p) for p in carry.params.values())
     return [given, {"loss": _finite("loss", loss, carry), "outer loss": _finite("outer loss", outer, carry)}]

@@ -18,8 +18,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from metafop import randomness, tree
+from metafop.twice_differentiable import weight_norm
 from metafop.types import Batch, Buffers, Loss, Params
-from metafop.written_out import weight_norm
 
 _DRAWS = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metafop import checks, parts, tree
+from metafop import parts, tree, validation
 from metafop.optimizers.hyper import extremes, fitted
 from metafop.preconditioners import aged
 from metafop.safeguards import Bound
@@ -34,7 +34,7 @@ class Learned:
 
     def check(self) -> None:
         """Refuse settings that are of the wrong kind."""
-        checks.instance(self.learner, "an optimizer", self.optimizer)
+        validation.instance(self.learner, "an optimizer", self.optimizer)
         if not isinstance(self.bounds, tuple):
             raise TypeError(
                 f"{self.learner} takes a tuple of bounds, got {self.bounds!r}. Pass bounds=(...,)."

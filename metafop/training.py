@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 from torch.func import grad_and_value
 
-from metafop import checks, stopped_gradients, tree
+from metafop import stopped_gradients, tree, validation
 from metafop.optimizers import fitted
 from metafop.preconditioners import Identity, stacks
 from metafop.types import (
@@ -51,9 +51,9 @@ class Training:
     preconditioners: Mapping[str, Preconditioner] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        checks.loss(self.loss)
-        checks.instance("Training", "an optimizer", self.optimizer)
-        checks.preconditioners(self.preconditioners)
+        validation.loss(self.loss)
+        validation.instance("Training", "an optimizer", self.optimizer)
+        validation.preconditioners(self.preconditioners)
 
     @property
     def domains(self) -> Mapping[str, Domain]:
@@ -61,37 +61,37 @@ class Training:
 
     def meta(self, params: Params, hyper: Any, generator: Generator | None = None) -> Meta:
         """Return where learning starts: `hyper`, as precise as the parameters, and each family's tensors."""
-        checks.params(params)
-        checks.start(self.preconditioners, params, generator)
+        validation.params(params)
+        validation.start(self.preconditioners, params, generator)
         precond = {k: self._family(k).init(p, generator) for k, p in params.items()}
         meta = Meta(fitted(self.optimizer, hyper, params), precond)
-        checks.distinct(meta)
+        validation.distinct(meta)
         return meta
 
     def init(self, params: Params, buffers: Buffers | None = None) -> Carry:
-        checks.params(params)
+        validation.params(params)
         return Carry(params, self.optimizer.init(params), buffers or {})
 
     def evaluate(self, carry: Carry, batch: Batch) -> Seen:
         def objective(params: Params) -> tuple[Tensor, Buffers]:
             result = self.loss(params, carry.buffers, batch)
-            checks.returned(result, carry.buffers)
-            checks.depends(result[0])
+            validation.returned(result, carry.buffers)
+            validation.depends(result[0])
             return result
 
-        versions = checks.versions(carry.params)
+        versions = validation.versions(carry.params)
         try:
             with stopped_gradients.inner_alone():
                 grads, (value, buffers) = grad_and_value(objective, has_aux=True)(carry.params)
         except RuntimeError as error:
-            checks.explain(error)
+            validation.explain(error)
             raise
-        checks.unwritten(carry.params, versions)
+        validation.unwritten(carry.params, versions)
         seen = Seen(value, grads, {k: buffers[k].detach() for k in carry.buffers})
         return _unrecorded(seen, (carry.params, batch))
 
     def advance(self, meta: Meta, carry: Carry, seen: Seen) -> tuple[Carry, Info]:
-        checks.same_tree(meta, carry)
+        validation.same_tree(meta, carry)
         direction = self.precondition(meta.precond, seen.grads)
         params, opt = self.optimizer.update(meta.hyper, carry.params, carry.opt, direction)
         return Carry(params, opt, seen.buffers), {"value": seen.value}
@@ -130,7 +130,7 @@ class Training:
 
     def check(self, meta: Meta, carry: Carry) -> None:
         """Refuse a meta that was made for other parameters."""
-        checks.same_tree(meta, carry)
+        validation.same_tree(meta, carry)
         if tree.is_transforming():  # where vmap forbids the random numbers that a family may start from
             return
         for name, param in carry.params.items():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metafop import checks, tree
+from metafop import tree, validation
 from metafop.hypergradients import adjoint
 from metafop.learned import Learned
 from metafop.safeguards import Bound
@@ -54,7 +54,7 @@ class Unrolled:
 
     def __post_init__(self) -> None:
         self.learned.check()
-        checks.instance("Unrolled", "an estimator", self.estimator)
+        validation.instance("Unrolled", "an estimator", self.estimator)
         if self.clip is not None and not (isinstance(self.clip, int | float) and self.clip > 0):
             raise ValueError(
                 f"Unrolled takes a clip above zero, got {self.clip!r}. Pass a number, or None for no clip."

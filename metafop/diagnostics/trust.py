@@ -16,7 +16,7 @@ from torch import Tensor
 
 from metafop import parts, tree
 from metafop.diagnostics.preconditioning import unit, wide
-from metafop.hypergradients.unroll import batch_at, horizon
+from metafop.hypergradients.validation import batch_at, horizon
 from metafop.optimizers.hyper import extremes
 from metafop.types import Batch, Batches, Estimate, Estimator, Meta, OuterLoss, Params, Trains
 

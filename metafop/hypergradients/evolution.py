@@ -13,8 +13,9 @@ from torch.func import vmap
 
 from metafop import parts, tree
 from metafop.hypergradients.forward import learned_leaves, left_out
-from metafop.hypergradients.operations import WrittenOut
-from metafop.hypergradients.unroll import batch_at, check_dependence, estimating, horizon, outer_value
+from metafop.hypergradients.outer_loss import check_dependence, value_of
+from metafop.hypergradients.validation import batch_at, explained_errors, horizon
+from metafop.twice_differentiable import TwiceDifferentiable
 from metafop.types import Batches, Domain, Estimate, Meta, OuterLoss, Trains
 
 
@@ -102,13 +103,13 @@ class Evolution:
                 seen = training.evaluate(carry, batch_at(batches, t))
                 carry, _ = training.advance(moved, carry, seen)
                 values.append(seen.value)
-            value = outer_value(outer_loss, carry)
+            value = value_of(outer_loss, carry)
             if tree.is_transforming():  # one after another, particles cannot tell
                 check_dependence(tree.is_batched(value))
             return value, carry, torch.stack(values)
 
         both = {name: torch.cat([x, -x]) for name, x in noise.items()}
-        with estimating(), WrittenOut():  # nor has fused attention a rule for vmap
+        with explained_errors(), TwiceDifferentiable():  # nor has fused attention a rule for vmap
             (losses, carries, values), slow = _for_each(unrolled, both, carry.carries)
 
         plus, minus = losses.chunk(2)

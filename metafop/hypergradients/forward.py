@@ -11,23 +11,15 @@ from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
 from metafop import parts, stopped_gradients, tree
-from metafop.hypergradients.findings import findings
-from metafop.hypergradients.first_look import first_look
-from metafop.hypergradients.missed import Missed
-from metafop.hypergradients.repeated import check_repeated, repeats_after, rounding
-from metafop.hypergradients.second_derivative import second_derivative
-from metafop.hypergradients.unroll import (
-    Cotangent,
-    Over,
-    Skip,
-    apart,
-    batch_at,
-    check_skip,
-    estimating,
-    held,
-    horizon,
-    outer_pull,
-)
+from metafop.hypergradients.checks.buffers import MissedBuffers
+from metafop.hypergradients.checks.hessian import second_derivative
+from metafop.hypergradients.checks.repeat import check_repeated, repeats_after, rounding
+from metafop.hypergradients.detach import detached, with_constant_buffers
+from metafop.hypergradients.differentiation import differentiation
+from metafop.hypergradients.info import unroll_info
+from metafop.hypergradients.outer_loss import Cotangent, value_and_cotangent
+from metafop.hypergradients.step_vjp import Over
+from metafop.hypergradients.validation import Skip, batch_at, check_skip, explained_errors, horizon
 from metafop.types import Batch, Batches, Estimate, Meta, OuterLoss, Params, Seen, Trains
 
 Tangents = list[Tensor]  # for each floating-point leaf of a carry, one row for each learned number
@@ -45,7 +37,7 @@ class ForwardCarry(NamedTuple):
 
 @dataclass(frozen=True)
 class Forward:
-    """The exact hypergradient through T steps, going ahead: Ċ = ∂carry/∂meta is carried along.
+    """The exact hypergradient through T steps, going forward: Ċ = ∂carry/∂meta is carried along.
 
     Ċ_(t+1) = ∂step/∂carry Ċ_t + ∂step/∂meta,    ∂value/∂meta = ⟨∂value/∂carry_T, Ċ_T⟩    (docs/math.md, 22)
 
@@ -83,8 +75,8 @@ class Forward:
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
-        goes_on, (meta, carry) = isinstance(carry, ForwardCarry), apart((meta, carry))
-        with estimating():
+        goes_on, (meta, carry) = isinstance(carry, ForwardCarry), detached((meta, carry))
+        with explained_errors():
             estimate = self._estimate(training, outer_loss, meta, carry, batches)
         return estimate if goes_on else estimate._replace(carry=estimate.carry.carry)
 
@@ -98,13 +90,13 @@ class Forward:
         tangents = _fitting(tangents, start, learned)
         after, sizes = start, tree.norm(tangents)[None]
         values = tangents[0].new_zeros(0)
-        look = first_look(training, "forward", start, first)
-        missed = Missed(training, start, steps, self.skip, continued)
-        step = _StepAhead(training, meta, learned, _ways(learned), look.over)
-        with look.operations(), second_derivative(training, look.over, self.skip) as second:
+        how = differentiation(training, "forward", start, first)
+        missed = MissedBuffers(training, start, steps, self.skip, continued)
+        step = _StepJVP(training, meta, learned, _basis(learned), how.over)
+        with how.context(), second_derivative(training, how.over, self.skip) as second:
             for t in range(steps):
                 batch, before = batch_at(batches, t), after
-                after, value, tangents = apart(step(before, batch, tangents))
+                after, value, tangents = detached(step(before, batch, tangents))
                 second.at(before, batch)
                 missed.at(t, before, batch, [value], after=after)
                 # Not lists: over many steps, small tensors that stay would scatter the memory of large ones.
@@ -113,16 +105,16 @@ class Forward:
                 if t == repeats_after(steps, self.skip):
                     again = training.evaluate(start, batch_at(batches, 0)).value
                     check_repeated(0, [values[0]], [again], rounding(values[:1].unbind())[0])
-            value, cotangent = outer_pull(outer_loss, after)
+            value, cotangent = value_and_cotangent(outer_loss, after)
             notes = (
-                *look.notes,
+                *how.notes,
                 *second.notes,
                 left_out(meta, learned),
                 missed.note(outer_loss, after, value),
             )
         zeros = tree.zeros_like(meta)  # of what overflowed in grads, tangents tell more
         grads = tree.replace(zeros, _contracted(tangents, cotangent, learned))
-        info = findings(after, value, zeros, values.unbind(), notes=notes)
+        info = unroll_info(after, value, zeros, values.unbind(), notes=notes)
         return Estimate(
             value, grads, ForwardCarry(after, tangents), _overflow(info | {"tangents": sizes}, grads)
         )
@@ -143,8 +135,8 @@ forward = Forward()
 
 
 @dataclass(frozen=True)
-class _StepAhead:
-    """One step ahead: the carry after it, the loss that it saw, and the tangents of the carry.
+class _StepJVP:
+    """One step forward: the carry after it, the loss that it saw, and the tangents of the carry.
 
     ġ = H θ̇,    Ċ' = ∂advance/∂carry Ċ + ∂advance/∂g ġ + ∂advance/∂meta
 
@@ -154,7 +146,7 @@ class _StepAhead:
     training: Trains
     meta: Meta
     learned: parts.Leaves
-    ways: parts.Leaves  # the direction of every learned number, one a row
+    basis: parts.Leaves  # the direction of every learned number, one a row
     over: Over
 
     def __call__(self, carry: Any, batch: Batch, tangents: Tangents) -> tuple[Any, Tensor, Tangents]:
@@ -166,12 +158,12 @@ class _StepAhead:
         def advance(
             learned: parts.Leaves, floats: list[Tensor], grads: Params, value: Tensor
         ) -> tuple[Any, Any]:
-            before, looked_at = held(rebuild(floats)), Seen(value, grads, seen.buffers)
+            before, looked_at = with_constant_buffers(rebuild(floats)), Seen(value, grads, seen.buffers)
             after, _ = self.training.advance(tree.replace(self.meta, learned), before, looked_at)
             return tree.partition(after)[0], after
 
         here = (self.learned, floats, seen.grads, seen.value)
-        tangents, after = _pushed(advance, here, (self.ways, tangents, d_grads, d_value))
+        tangents, after = _pushed(advance, here, (self.basis, tangents, d_grads, d_value))
         return after, seen.value, tangents
 
     def _evaluate(self, carry: Any, batch: Batch, d_params: Params) -> tuple[Seen, Params]:
@@ -197,7 +189,7 @@ class _StepAhead:
 
 def _pushed(function: Callable[..., tuple[Any, Any]], here: tuple, along: tuple) -> tuple[Any, Any]:
     """Return the tangents of a function along each row, and what it returns besides."""
-    push: Callable[..., Any] = vmap(lambda *way: jvp(function, here, way, has_aux=True)[1:])
+    push: Callable[..., Any] = vmap(lambda *along: jvp(function, here, along, has_aux=True)[1:])
     tangents, besides = push(*along)
     # Computed once: only tangents differ from row to row, and vmap shows one tensor as if there were many.
     return tangents, tree.map(lambda x: x[0], besides)
@@ -209,14 +201,14 @@ def _dots(rows: list[Tensor], x: list[Tensor]) -> Tensor:
     return torch.stack(products).sum(0)
 
 
-def _ways(learned: parts.Leaves) -> parts.Leaves:
+def _basis(learned: parts.Leaves) -> parts.Leaves:
     """Return the direction of every learned number, one a row: the identity, cut into leaves."""
-    numbers, start, ways = _numbers(learned), 0, {}
+    numbers, start, basis = _numbers(learned), 0, {}
     for name, leaf in learned.items():
         identity = torch.eye(numbers, dtype=leaf.dtype, device=leaf.device)
-        ways[name] = identity[:, start : start + leaf.numel()].reshape(numbers, *leaf.shape)
+        basis[name] = identity[:, start : start + leaf.numel()].reshape(numbers, *leaf.shape)
         start += leaf.numel()
-    return ways
+    return basis
 
 
 def _fitting(tangents: Tangents | tuple[()], carry: Any, learned: parts.Leaves) -> Tangents:

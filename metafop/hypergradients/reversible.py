@@ -1,4 +1,4 @@
-"""Exact reversal: a sweep ahead that keeps nothing, and a sweep back that undoes one step after the other."""
+"""Exact reversal: a forward pass that keeps nothing, and a backward pass that undoes each step."""
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
@@ -10,21 +10,15 @@ import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.hypergradients.findings import findings
-from metafop.hypergradients.first_look import first_look
-from metafop.hypergradients.missed import Missed
-from metafop.hypergradients.repeated import check_repeated
-from metafop.hypergradients.second_derivative import second_derivative
-from metafop.hypergradients.unroll import (
-    Skip,
-    StepBack,
-    apart,
-    batch_at,
-    check_skip,
-    estimating,
-    horizon,
-    outer_pull,
-)
+from metafop.hypergradients.checks.buffers import MissedBuffers
+from metafop.hypergradients.checks.hessian import second_derivative
+from metafop.hypergradients.checks.repeat import check_repeated
+from metafop.hypergradients.detach import detached
+from metafop.hypergradients.differentiation import differentiation
+from metafop.hypergradients.info import unroll_info
+from metafop.hypergradients.outer_loss import value_and_cotangent
+from metafop.hypergradients.step_vjp import StepVJP
+from metafop.hypergradients.validation import Skip, batch_at, check_skip, explained_errors, horizon
 from metafop.training import Training
 from metafop.types import (
     Batch,
@@ -44,15 +38,15 @@ from metafop.types import (
 class ReversibleAdjoint:
     """The exact hypergradient through T steps from the last carry alone (Maclaurin et al., 2015).
 
-    carry_t = undo(carry_(t+1)),    (∂value/∂meta, λ_t) += pullback of step t of λ_(t+1)
+    carry_t = undo(carry_(t+1)),    (∂value/∂meta, λ_t) += VJP of step t of λ_(t+1)
 
-    Every bit is that of `adjoint`, whose step back this takes, for one gradient more a step. Memory does not
+    Every bit is that of `adjoint`, whose step back this is, for one gradient more a step. Memory does not
     grow with T but by the optimizer's full stores: info has "store_bits", those of all words of its stores,
     saved and in use, and "bits_per_parameter_step", the same divided by parameters and steps.
 
     Integer buffers, such as a seed or a count, are kept for each step. Others cannot be undone, and the last
     ones stand in for all: right wherever the gradient does not depend on them, as batch norm's in training
-    mode. That the sweep came back to the start is checked; a training that diverged, or left the range that
+    mode. That the pass came back to the start is checked; a training that diverged, or left the range that
     is exact, is noted with its step, and NaN stands for grads. (docs/math.md, 24)
     `skip` names checks to leave out, as for `Adjoint`.
 
@@ -75,26 +69,26 @@ class ReversibleAdjoint:
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
-        with estimating():
-            meta, carry = apart((meta, carry))
+        with explained_errors():
+            meta, carry = detached((meta, carry))
             path = _path(training, meta, carry, batches)
             horizon(training, meta, carry, batches)
-            look = first_look(training, "reverse", carry, batch_at(batches, 0))
-            with look.operations():
-                return self._there_and_back(path, outer_loss, look.notes)
+            how = differentiation(training, "reverse", carry, batch_at(batches, 0))
+            with how.context():
+                return self._there_and_back(path, outer_loss, how.notes)
 
     def _there_and_back(self, path: _Path, outer_loss: OuterLoss, notes: tuple[str, ...]) -> Estimate:
         training, meta, steps = path.training, path.meta, len(path.batches)
-        missed = Missed(training, path.carry, steps, self.skip)
-        last, values, saved, integers = path.ahead(missed)
+        missed = MissedBuffers(training, path.carry, steps, self.skip)
+        last, values, saved, integers = path.forward(missed)
         words = sum(x.numel() for x in tree.leaves((last.params, saved)))  # a store has one for each number
-        value, cotangent = outer_pull(outer_loss, last)
+        value, cotangent = value_and_cotangent(outer_loss, last)
         grads, sizes = tree.zeros_like(meta), [tree.norm(cotangent)]
-        step_back = StepBack(training)
+        step_vjp = StepVJP(training)
         with second_derivative(training, "reverse", self.skip) as second:
             if tree.all_finite(last.params):
-                for t, before, batch, value_before in path.back(last, values, saved, integers):
-                    d_meta, cotangent, again = step_back(meta, before, batch, cotangent)
+                for t, before, batch, value_before in path.backward(last, values, saved, integers):
+                    d_meta, cotangent, again = step_vjp(meta, before, batch, cotangent)
                     if "repeat" not in self.skip:
                         check_repeated(t, [value_before], [again.value])
                     second.at(before, batch)
@@ -103,7 +97,7 @@ class ReversibleAdjoint:
             else:  # what is not a number cannot be undone
                 grads, sizes = tree.map(lambda x: torch.full_like(x, torch.nan), meta), []
         notes = (*notes, *second.notes, missed.note(outer_loss, last, value))
-        info = findings(last, value, grads, values, sizes[::-1], notes)
+        info = unroll_info(last, value, grads, values, sizes[::-1], notes)
         info["store_bits"] = torch.tensor(64 * words)
         info["bits_per_parameter_step"] = info["store_bits"] / (
             steps * sum(p.numel() for p in last.params.values())
@@ -124,7 +118,7 @@ class _Path:
     carry: Carry
     batches: Batches
 
-    def ahead(self, missed: Missed) -> tuple[Carry, list[Tensor], dict[int, Params], list[Buffers]]:
+    def forward(self, missed: MissedBuffers) -> tuple[Carry, list[Tensor], dict[int, Params], list[Buffers]]:
         """Return the carry after all steps, the loss and the integer buffers that each saw, and the stores
         that each emptied.
         """
@@ -140,7 +134,7 @@ class _Path:
             values.append(seen.value)
         return now, values, saved, integers
 
-    def back(
+    def backward(
         self, last: Carry, values: list[Tensor], saved: dict[int, Params], integers: list[Buffers]
     ) -> Iterator[tuple[int, Carry, Batch, Tensor]]:
         """Yield each step from the last to the first: the carry before it, its batch, the loss that it saw.
@@ -162,7 +156,7 @@ class _Path:
         yield 0, self.carry, first, values[0]
 
     def _check(self, now: Carry, first: Batch) -> None:
-        """Refuse a sweep that does not arrive, bit for bit, where the first step led.
+        """Refuse a pass that does not arrive, bit for bit, where the first step led.
 
         That step is one to one, so if it does, to undo it as well would lead to the start.
         """

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from metafop import checks, tree
+from metafop import tree, validation
 from metafop.hypergradients.adjoint import adjoint
-from metafop.hypergradients.unroll import batch_at, horizon
+from metafop.hypergradients.validation import batch_at, horizon
 from metafop.types import Batch, Batches, Estimate, Estimator, Meta, OuterLoss, Trains
 
 
@@ -38,7 +38,7 @@ class Truncated:
             raise ValueError(
                 f"Truncated takes a whole number of steps, 1 or more, got steps={self.steps!r}. Pass one."
             )
-        checks.instance("Truncated", "an estimator", self.estimator)
+        validation.instance("Truncated", "an estimator", self.estimator)
 
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches

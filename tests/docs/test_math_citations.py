@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = "docs/math.md"
 PROSE = re.sub(r"(?ms)^```.*?^```[ \t]*$", "", (ROOT / PAGE).read_text(encoding="utf-8"))
 SECTIONS = [int(number) for number in re.findall(r"(?m)^## (\d+)\. \S", PROSE)]

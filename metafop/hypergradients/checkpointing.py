@@ -1,4 +1,4 @@
-"""Which carries to keep, so that a sweep back finds them all within a budget and takes few steps again."""
+"""Which carries to keep, so that a backward pass fits into a budget and few steps are repeated."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -6,15 +6,15 @@ from itertools import accumulate
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Checkpointing:
     """Binomial checkpoints (Griewank & Walther, 2000) in bytes: `carry` for one that is kept to start from
     again, `whole` for one that is kept with all that its step back needs.
 
     reach(b, 1) = (b + carry) / whole,    reach(b, p) = reach(b, p - 1) + reach(b - carry, p)
 
-    is how many steps can be swept back from a carry in hand, if b bytes may be held besides and no step is
-    taken more than p times: one carry is kept ahead, the sweep goes back to it with what is left of the
-    budget, then from there with all of it. (docs/math.md, 20)
+    is how many steps a backward pass can cover from a carry in hand, if b bytes may be held besides and no
+    step is taken more than p times: one carry is kept further on, the pass goes back to it with what is left
+    of the budget, then from there with all of it. (docs/math.md, 20)
     """
 
     carry: int
@@ -30,8 +30,8 @@ class Schedule:
             passes += 1
         return passes
 
-    def ahead(self, steps: int, budget: int) -> int:
-        """Return how far ahead the next carry is to be kept, or 0 if all steps can be kept whole."""
+    def distance(self, steps: int, budget: int) -> int:
+        """Return how many steps further the next carry is to be kept, or 0 if all can be kept whole."""
         passes = self.passes(steps, budget)
         if passes == 1:
             return 0

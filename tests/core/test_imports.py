@@ -12,9 +12,10 @@ import metafop
 ROOT = Path(metafop.__file__).parent
 STOREYS = [
     {"types"},
-    {"tree", "written_out"},
+    {"tree"},
     {"randomness"},
-    {"functional", "optimizers", "preconditioners", "checks", "stopped_gradients"},
+    {"twice_differentiable", "stopped_gradients"},
+    {"functional", "optimizers", "preconditioners", "validation"},
     {"training", "parts"},
     {"hypergradients", "safeguards"},
     {"diagnostics", "learned"},
@@ -58,7 +59,7 @@ def test_the_core_imports_torch_and_the_standard_library_alone(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_is_private_in_torch_is_used_for_trees_and_to_compile_alone(path):
     private = [name for name in imported(path) if name.startswith("torch.") and "._" in name]
-    assert private == [] or str(path.relative_to(ROOT)) in ("tree.py", "hypergradients/compiling.py")
+    assert private == [] or str(path.relative_to(ROOT)) in ("tree.py", "hypergradients/compiled.py")
 
 
 def test_importing_metafop_leaves_the_extras_alone():

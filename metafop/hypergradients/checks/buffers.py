@@ -10,12 +10,13 @@ import torch
 from torch import Generator, Tensor
 
 from metafop import tree
+from metafop.hypergradients.detach import has_buffers
 from metafop.hypergradients.per_training import PerTraining
-from metafop.hypergradients.unroll import Skip, has_buffers
+from metafop.hypergradients.validation import Skip
 from metafop.types import Batch, OuterLoss, Trains
 
 
-class Missed:
+class MissedBuffers:
     """Whether a gradient or the outer loss depends on buffers that training has changed.
 
     To see it, those that have changed since the start are moved at random: at the last step and at the end,

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from metafop import SGD, Adam, Training, functional
 from metafop.hypergradients import Adjoint, adjoint
-from metafop.hypergradients.agreement import check_agreement
+from metafop.hypergradients.checks.compiled import check_agreement
 
 COMPILED = Adjoint(compile=True)
 

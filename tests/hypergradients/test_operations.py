@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from metafop import Momentum, Training, functional
 from metafop.hypergradients import Adjoint, Evolution, Forward, adjoint, autograd
-from metafop.hypergradients.operations import WrittenOut
-from metafop.written_out import attention, weight_norm
+from metafop.twice_differentiable import TwiceDifferentiable, attention, weight_norm
 
 
 def window(loss, shape, batch, steps=3):
@@ -125,7 +124,7 @@ def test_what_others_compute_meanwhile_is_not_written_out(generator):
     adjoint(*window(loss, (4, 4), torch.randn(2, 2, 3, 4, generator=generator)))
     assert set(seen) == {before}
     used, x = [], torch.ones(1, 1, 2, 2)
-    with WrittenOut() as mode:
+    with TwiceDifferentiable() as mode:
         thread = threading.Thread(target=lambda: used.append(F.scaled_dot_product_attention(x, x, x)))
         thread.start()
         thread.join()

@@ -18,9 +18,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from metafop import stopped_gradients
-from metafop.hypergradients.agreement import check_agreement
-from metafop.hypergradients.operations import WrittenOut
+from metafop.hypergradients.checks.compiled import check_agreement
 from metafop.stopped_gradients import Record
+from metafop.twice_differentiable import TwiceDifferentiable
 
 Leaves = list[Any]  # tensors, and None where a batch has none
 
@@ -68,7 +68,7 @@ class Compiled:
                     f"A step was compiled for {_LIMIT} forms of batches, and there comes another. "
                     "Bring batches to a few shapes, or pass compile=False."
                 )
-            with WrittenOut(), stopped_gradients.recording() as record:
+            with TwiceDifferentiable(), stopped_gradients.recording() as record:
                 built = _build(self.function, formed, record)
                 if self.checked:
                     check_agreement(built(formed), self.function, formed)

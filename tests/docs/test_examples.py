@@ -8,7 +8,7 @@ import torch
 
 from metafop.optim import FOP
 
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 # What these libraries warn of is not ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")

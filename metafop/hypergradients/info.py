@@ -10,7 +10,7 @@ from metafop import tree
 from metafop.types import Meta, Params
 
 
-def findings(
+def unroll_info(
     after: Any,
     value: Tensor,
     grads: Meta,
@@ -37,11 +37,11 @@ def findings(
 def overflow(
     values: Tensor, params: Params, value: Tensor, grads: Meta, cotangents: Tensor | None
 ) -> tuple[int, str]:
-    """Return the step at which numbers stopped being finite, going ahead or back, and a sentence; or -1."""
+    """Return the step at which numbers stopped being finite, forward or back, and a sentence; or -1."""
     steps = len(values)
-    ahead = (~values.isfinite()).nonzero()
-    if len(ahead):
-        t = int(ahead[0])
+    not_finite = (~values.isfinite()).nonzero()
+    if len(not_finite):
+        t = int(not_finite[0])
         return t, f"Training overflowed: the loss of step {t} of {steps} is not finite."
     if not tree.all_finite(params):
         return steps, f"Training overflowed: the parameters after all {steps} steps are not finite."

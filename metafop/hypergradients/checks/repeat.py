@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.hypergradients.unroll import Skip
+from metafop.hypergradients.validation import Skip
 
 
 def check_repeated(t: int, first: Sequence[Tensor], again: Sequence[Tensor], atol: float = 0.0) -> None:

@@ -19,7 +19,7 @@ from metafop.hypergradients import (
     forward,
     reversible,
 )
-from metafop.hypergradients.repeated import rounding
+from metafop.hypergradients.checks.repeat import rounding
 from metafop.optimizers import ReversibleMomentum
 
 ESTIMATORS = {

@@ -15,8 +15,10 @@ from torch.func import jvp, vjp
 from torch.overrides import TorchFunctionMode
 
 from metafop import stopped_gradients, tree
+from metafop.hypergradients.detach import with_constant_buffers
 from metafop.hypergradients.per_training import PerTraining
-from metafop.hypergradients.unroll import Over, Skip, gradients, held
+from metafop.hypergradients.step_vjp import Over, gradients
+from metafop.hypergradients.validation import Skip
 from metafop.types import Batch, Trains
 
 
@@ -41,11 +43,16 @@ class SecondDerivative:
         """What the loss was seen to do, so far."""
         return frozenset(self.record.stopped) | frozenset(self.record.unknown)
 
+    @property
+    def pending(self) -> bool:
+        """Whether the loss did something new that is to be looked at."""
+        return bool(self.record) and not self.skipped and not self.places <= self.seen
+
     def at(self, carry: Any, batch: Batch) -> None:
-        """Look at a step that was differentiated."""
-        new, self.seen = self.places - self.seen, self.places
-        if not new or self.skipped:
+        """Look at a step that was differentiated, if the loss did something new in it."""
+        if not self.pending:
             return
+        new, self.seen = self.places - self.seen, self.places
         for places, find, found in (
             (new.intersection(self.record.stopped), _left_out, self.left_out),
             (new.intersection(self.record.unknown), _gaps, self.wrong),
@@ -81,7 +88,7 @@ def second_derivative(training: Trains, over: Over, skip: Skip) -> Iterator[Seco
 
 def _left_out_of(training: Trains, key: tuple[frozenset[str], Over], carry: Any, batch: Batch) -> float:
     """Return by how much Jᵀ v changes if torch stops all derivatives, relative to its size, or 0."""
-    carry = held(carry)
+    carry = with_constant_buffers(carry)
     params, rng = list(carry.params.values()), Generator().manual_seed(0)
     noise, grads = [_noise(p, rng) for p in params], partial(gradients, training, carry, batch)
     (whole,) = vjp(grads, params)[1](noise)
@@ -104,7 +111,7 @@ def _gap(training: Trains, key: tuple[frozenset[str], Over], carry: Any, batch: 
     on the way. And near the parameters rather than there, if it is finite near them: a gate that starts at
     zero would hide what is behind it.
     """
-    carry, (_, over) = held(carry), key
+    carry, (_, over) = with_constant_buffers(carry), key
     if len({id(p) for p in carry.params.values()}) < len(carry.params):
         return 0.0  # one tensor for two parameters: they could not be moved apart
     doubled, doubled_batch = tree.map(_double, (carry, batch))

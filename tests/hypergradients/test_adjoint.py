@@ -20,12 +20,12 @@ from problems import (
     moved,
 )
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
-from experiments.unrolls import peak_of_tensors
 from metafop import SGD, Adam, Carry, Dense, Last, LowRank, Meta, Momentum, Online, Training, functional, tree
 from metafop.hypergradients import Adjoint, Truncated, adjoint, autograd, closed_form, forward
-from metafop.hypergradients.layout import channels_last, takes_channels_last
-from metafop.hypergradients.schedule import Schedule
+from metafop.hypergradients.channels_last import channels_last, takes_channels_last
+from metafop.hypergradients.checkpointing import Checkpointing
 
 FOUR = {k: OPTIMIZERS[k] for k in ("sgd, decayed", "heavy ball, decayed", "nesterov, decayed", "adam, short")}
 KEEPS = {
@@ -196,16 +196,23 @@ def test_images_are_turned_channels_last_for_models_that_take_them_so(shape, tak
     assert_same_bits((turned, scale), (images, torch.ones(())))
 
 
+def peak_of_tensors(function):
+    """Return the most bytes of tensors there are at once in a call, above those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        function()
+    events: Any = recorded.profiler.kineto_results.events()  # pyright: ignore
+    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
+    return max(itertools.accumulate(size for *_, size in changes))
+
+
 def test_a_root_of_the_carries_is_held_at_once_all_told():
     loss = functional.plain(lambda params, batch: params["w"].square().sum())
     training, params = Training(loss, Momentum()), {"w": torch.ones(50_000)}
     meta, carry = training.meta(params, Momentum().hyper(lr=0.01)), training.init(params)
 
     def peak(steps):
-        def call(batches):
-            return Adjoint("sqrt")(training, lambda carry: carry.params["w"].sum(), meta, carry, batches)
-
-        return peak_of_tensors(call, steps * [torch.zeros(())]) / tree.size(carry)
+        given = training, lambda carry: carry.params["w"].sum(), meta, carry, steps * [torch.zeros(())]
+        return peak_of_tensors(lambda: Adjoint("sqrt")(*given)) / tree.size(carry)
 
     assert 16 < peak(100) < 20
     assert 30 < peak(900) < 34
@@ -496,7 +503,7 @@ def swept(schedule, steps, budget):
     while waiting:
         start, left = waiting[-1]
         held = schedule.carry * (len(waiting) - 1)  # the first is the caller's
-        if distance := schedule.ahead(stop - start, left):
+        if distance := schedule.distance(stop - start, left):
             waiting.append((start + distance, left - schedule.carry))
             taken += distance
         else:
@@ -510,7 +517,7 @@ def swept(schedule, steps, budget):
 @pytest.mark.parametrize(("carry", "whole"), [(1, 1), (2, 3)])
 @pytest.mark.parametrize("steps", [1, 2, 10, 50, 256])
 def test_a_schedule_keeps_to_its_budget(carry, whole, steps):
-    schedule = Schedule(carry, whole)
+    schedule = Checkpointing(carry, whole)
     for budget in range(carry * steps.bit_length(), whole * steps + 2, 3):
         most, taken = swept(schedule, steps, budget)
         assert most <= budget + whole - carry  # and what one step needs
@@ -530,12 +537,12 @@ def test_few_steps_are_taken_again():
 
     for steps in range(1, 50):
         for budget in range(carry * steps.bit_length(), 40):
-            assert swept(Schedule(carry, whole), steps, budget)[1] <= 1.1 * fewest(steps, budget)
+            assert swept(Checkpointing(carry, whole), steps, budget)[1] <= 1.1 * fewest(steps, budget)
 
 
 @pytest.mark.parametrize("steps", [50, 256, 1000, 10_000])
 def test_two_passes_take_a_root_of_carries_and_a_logarithm_few_passes(steps):
-    schedule, root = Schedule(1, 1), math.ceil(math.sqrt(2 * steps))
+    schedule, root = Checkpointing(1, 1), math.ceil(math.sqrt(2 * steps))
     assert schedule.passes(steps, root - 1) == 2
     assert schedule.passes(steps, root - 3) == 3
     assert swept(schedule, steps, steps.bit_length())[1] < steps * steps.bit_length() / 2

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from metafop.hypergradients import compiling
-from metafop.hypergradients.compiling import Compiled, Formed
+from metafop.hypergradients import compiled as compiled_module
+from metafop.hypergradients.compiled import Compiled, Formed
 
 
 def function(numbers, others):
@@ -38,7 +38,7 @@ def test_what_is_closed_over_leaves_no_graph_behind():
 
 
 def test_shapes_without_end_are_refused(monkeypatch):
-    monkeypatch.setattr(compiling, "_LIMIT", 1)
+    monkeypatch.setattr(compiled_module, "_LIMIT", 1)
     compiled = Compiled(lambda xs: ([2 * xs[0]],))
     compiled([torch.ones(1)])
     with pytest.raises(RuntimeError, match=r"for 1 forms of batches.* a few shapes, or pass compile=False"):

@@ -1,0 +1,136 @@
+"""The forward pass that keeps carries and the backward pass, step by step, within a budget of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from metafop import tree
+from metafop.hypergradients.checkpointing import Checkpointing
+from metafop.hypergradients.checks.buffers import MissedBuffers
+from metafop.hypergradients.checks.hessian import SecondDerivative
+from metafop.hypergradients.checks.repeat import check_repeated, rounding
+from metafop.hypergradients.outer_loss import Cotangent, value_and_cotangent
+from metafop.hypergradients.steps import Kept, Steps
+from metafop.hypergradients.validation import batch_at
+from metafop.types import Batches, Meta, OuterLoss
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What is looked at on the way: that repeated steps come out the same, second derivatives, buffers."""
+
+    repeated: bool
+    second_derivative: SecondDerivative
+    buffers: MissedBuffers
+
+
+@dataclass
+class Unrolled:
+    """What is known when a forward and backward pass over all steps is done."""
+
+    carry: Any  # after all steps
+    value: Tensor  # the outer loss there
+    grads: Meta
+    values: list[Tensor]  # the loss that each step saw
+    sizes: list[Tensor]  # ‖λ_t‖ for t = 0 … T
+
+
+@dataclass
+class BackwardPass:
+    """A pass over T steps and back, going forward again from carries that were kept.
+
+    λ_T = ∂value/∂carry_T,    (∂value/∂meta, λ_t) += VJP of step t of λ_(t+1)    (docs/math.md, 19, 20)
+    """
+
+    steps: Steps
+    outer_loss: OuterLoss
+    batches: Batches
+    checkpointing: Checkpointing
+    checks: Checks
+    values: list[Tensor] = field(default_factory=list)  # the loss that each step saw, from the first
+    sizes: list[Tensor] = field(default_factory=list)  # ‖λ_t‖, from the last
+    slack: list[float] = field(default_factory=list)  # by how much each loss may differ when repeated
+
+    def __call__(self, carry: Any, budget: int) -> Unrolled:
+        """Go forward over all steps from a carry, and back to it."""
+        self.grads = self.steps.zero_grads()
+        waiting, stop = [(0, self.steps.start(carry), budget)], len(self.batches)
+        while waiting:
+            start, kept, budget = waiting[-1]
+            if distance := self.checkpointing.distance(stop - start, budget):
+                middle = start + distance
+                rest = budget - self.checkpointing.carry
+                waiting.append((middle, self._forward(kept, start, middle), rest))
+            else:
+                waiting.pop()
+                self._there_and_back(start, stop, kept)
+                stop = start
+        after, grads = self.steps.carry(self.last), self.steps.meta_grads(self.grads)
+        return Unrolled(after, self.value, grads, self.values, self.sizes[::-1])
+
+    def _forward(self, kept: Kept, start: int, stop: int) -> Kept:
+        for t in range(start, stop):
+            kept, _ = self._step(kept, t)
+        return kept
+
+    def _there_and_back(self, start: int, stop: int, kept: Kept) -> None:
+        """Go forward from `start` keeping everything, then back from `stop`."""
+        waiting, kept, last_seen = self._forward_keeping(start, stop, kept)
+        if stop == len(self.batches):
+            self._turn_around(kept)
+        del kept  # or it would be held all the way back
+        for t in reversed(range(start, stop)):
+            before, seen = waiting.pop()
+            self.grads, self.cotangent, size, again = self.steps.backward(
+                t, before, self.grads, self.cotangent, seen
+            )
+            self.sizes.append(size)
+            if self.checks.repeated:
+                check_repeated(t, last_seen or [self.values[t]], again, self.slack[t])
+            if self.checks.second_derivative.pending:
+                self.checks.second_derivative.at(self.steps.carry(before), batch_at(self.batches, t))
+            last_seen = []
+
+    def _turn_around(self, kept: Kept) -> None:
+        """Take the outer loss at the end, and its derivative."""
+        self.last = kept
+        self.value, cotangent = value_and_cotangent(self.outer_loss, self.steps.carry(kept))
+        self.cotangent: Cotangent = [x.contiguous() for x in cotangent]  # as a step back returns it
+        self.sizes.append(tree.norm(self.cotangent))
+        # Compiled, steps forward and back are computed by other kernels.
+        compiled = self.steps.reuses_gradients
+        self.slack = rounding(self.values) if compiled else [0.0] * len(self.values)
+
+    def _forward_keeping(
+        self, start: int, stop: int, kept: Kept
+    ) -> tuple[list[tuple[Kept, list[Tensor]]], Kept, list[Tensor]]:
+        """Go forward, and return what each step back needs, the carry in the end, and what its step saw."""
+        waiting, seen, reuses = [], [], self.steps.reuses_gradients
+        for t in range(start, stop):
+            if t == stop - 1 < len(self.batches) - 1 and not reuses:
+                waiting.append((kept, []))  # where this step leads is known
+                return waiting, kept, []
+            after, seen = self._step(kept, t)
+            waiting.append((kept, seen if reuses else []))
+            kept = after
+        return waiting, kept, seen
+
+    def _step(self, kept: Kept, t: int) -> tuple[Kept, list[Tensor]]:
+        after, seen = self.steps.forward(t, kept)
+        if t < len(self.values):
+            if self.checks.repeated:
+                check_repeated(t, [self.values[t]], seen)
+            return after, seen
+        self.values.append(seen[0])
+        if t in self.checks.buffers.steps:
+            here = self.steps.carry(kept)
+            count = 1 + len(here.params)  # the value and the gradients, without the buffers
+
+            def evaluate(other: Any) -> list[Tensor]:
+                return self.steps.forward(t, self.steps.start(other))[1][:count]
+
+            self.checks.buffers.at(t, here, batch_at(self.batches, t), seen[:count], evaluate)
+        return after, seen

@@ -1,0 +1,1 @@
+"""Four checks of an estimate, by their names: repeat, hessian, buffers, compiled."""

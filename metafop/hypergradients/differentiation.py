@@ -1,0 +1,88 @@
+"""How the gradient of a training can be differentiated: found once, before its first step is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.func import jvp, vjp
+
+from metafop import tree
+from metafop.hypergradients.detach import with_constant_buffers
+from metafop.hypergradients.per_training import PerTraining
+from metafop.hypergradients.step_vjp import Over, gradients
+from metafop.twice_differentiable import TwiceDifferentiable
+from metafop.types import Batch, Trains
+
+
+class Differentiation(NamedTuple):
+    """How to differentiate a gradient.
+
+    `over` is the mode that torch can do, `written_out` says whether operations of torch must be written out
+    for it, `unrecorded` whether torch.autograd is to be switched off meanwhile.
+    """
+
+    over: Over
+    written_out: bool
+    unrecorded: bool
+    notes: tuple[str, ...]
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """The context in which steps are to be taken."""
+        with (
+            TwiceDifferentiable() if self.written_out else nullcontext(),
+            torch.no_grad() if self.unrecorded else nullcontext(),
+        ):
+            yield
+
+
+def differentiation(training: Trains, over: Over, carry: Any, batch: Batch) -> Differentiation:
+    """Return how the gradient of a training is differentiated, `over` the asked mode if torch can do it."""
+    inside_vmap = tree.is_transforming() and not tree.is_differentiating()
+    return _found(training, (over, inside_vmap), carry, batch)
+
+
+def _find(training: Trains, key: tuple[Over, bool], carry: Any, batch: Batch) -> Differentiation:
+    (over, inside_vmap), notes, carry = key, [], with_constant_buffers(carry)
+    with TwiceDifferentiable() as operations:
+        if over == "forward" and (reason := _forward_fails(training, carry, batch)):
+            over = "reverse"
+            notes.append(reason)
+        unrecorded = inside_vmap and _works_unrecorded(training, carry, batch)
+        training.evaluate(carry, batch)
+    return Differentiation(over, operations.used, unrecorded, tuple(notes))
+
+
+_found = PerTraining(_find)
+
+
+def _forward_fails(training: Trains, carry: Any, batch: Batch) -> str:
+    """Return why the gradient cannot be differentiated forward, or nothing if it can."""
+    params = list(carry.params.values())
+    try:
+        jvp(partial(gradients, training, carry, batch), (params,), (tree.zeros_like(params),))
+    except (NotImplementedError, RuntimeError) as error:
+        if "forward" not in str(error):
+            raise
+        reason = str(error).splitlines()[0].rstrip(".")
+        return f"Differentiated in reverse over reverse, because forward over reverse failed: {reason}."
+    return ""
+
+
+def _works_unrecorded(training: Trains, carry: Any, batch: Batch) -> bool:
+    """Return whether the gradient can be pulled back while torch.autograd is switched off.
+
+    Inside vmap it is switched off if it can be: otherwise torch 2.15 cannot pull back through batch norm.
+    torch's fused LSTM cannot do without.
+    """
+    params = list(carry.params.values())
+    try:
+        with torch.no_grad():
+            vjp(partial(gradients, training, carry, batch), params)[1](params)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,47 @@
+"""The outer loss of an unroll: its value and its derivative in the last carry."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.func import grad_and_value
+
+from metafop import tree
+from metafop.hypergradients.detach import detached, with_constant_buffers
+from metafop.types import OuterLoss
+
+Cotangent = list[Tensor]  # one tensor for each floating-point leaf of a carry
+
+
+def value_of(outer_loss: OuterLoss, carry: Any) -> Tensor:
+    """Return the outer loss, or refuse what is no scalar."""
+    value = outer_loss(carry)
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"An outer loss returns a floating-point tensor, got {kind}. Return one.")
+    if value.dim() != 0:
+        raise ValueError(
+            f"An outer loss returns a scalar, got a tensor of shape {tuple(value.shape)}. Take its mean()."
+        )
+    return value
+
+
+def check_dependence(depends: bool) -> None:
+    """Refuse an outer loss that does not depend on the carry."""
+    if not depends:
+        raise ValueError(
+            "The outer loss does not depend on what training moves, so that its hypergradient would be zero. "
+            "Compute it from the params of the carry that it is given."
+        )
+
+
+def value_and_cotangent(outer_loss: OuterLoss, carry: Any) -> tuple[Tensor, Cotangent]:
+    """Return the outer loss of a carry, and its derivative in each floating-point leaf."""
+    floats, rebuild = tree.partition(carry)
+
+    def value(floats: list[Tensor]) -> Tensor:
+        value = value_of(outer_loss, with_constant_buffers(rebuild(floats)))
+        check_dependence(tree.is_tracked(value))
+        return value
+
+    cotangent, loss = grad_and_value(value)(floats)
+    return detached((loss, cotangent))
