@@ -4,7 +4,7 @@ from __future__ import annotations  # torch.compile does not follow annotations 
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import combinations
@@ -84,16 +84,7 @@ def from_module(
     own = _Own(model)
 
     def pure(params: Params, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
-        if params.keys() != names:
-            raise ValueError(
-                f"The parameters are {sorted(params)}, but the module has {sorted(names)}. "
-                "The tree of parameters must not change."
-            )
-        if buffers.keys() != buffer_names:
-            raise ValueError(
-                f"The buffers are {sorted(buffers)}, but the module has {sorted(buffer_names)}. "
-                "Start with those that from_module returns: training.init(params, buffers)."
-            )
+        _check_names(params, buffers, names, buffer_names)
         # Modules write into buffers. What they write into is made here and, under vmap, must have the
         # batch dimensions of everything that may be written.
         leaves = tree.leaves((params, buffers, batch))
@@ -111,6 +102,20 @@ def from_module(
         return value, _after(buffers, seeded) | {k: state[k] for k in written}
 
     return pure, params, buffers | {"seed": torch.tensor(0)} if seeded else buffers
+
+
+def _check_names(params: Params, buffers: Buffers, names: Set[str], buffer_names: Set[str]) -> None:
+    """Refuse parameters and buffers that are not those of the module."""
+    if params.keys() != names:
+        raise ValueError(
+            f"The parameters are {sorted(params)}, but the module has {sorted(names)}. "
+            "The tree of parameters must not change."
+        )
+    if buffers.keys() != buffer_names:
+        raise ValueError(
+            f"The buffers are {sorted(buffers)}, but the module has {sorted(buffer_names)}. "
+            "Start with those that from_module returns: training.init(params, buffers)."
+        )
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -140,8 +145,8 @@ class _Own(threading.local):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        held = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
-        tensors = (*model.parameters(), *model.buffers(), *held)
+        attributes = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
+        tensors = (*model.parameters(), *model.buffers(), *attributes)
         self.module = copy.deepcopy(model, {id(x): x for x in tensors})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metafop import parts, tree, validation
+from metafop import leaf_names, tree, validation
 from metafop.optimizers.hyper import extremes, fitted
 from metafop.preconditioners import aged
 from metafop.safeguards import Bound
@@ -39,17 +39,17 @@ class Learned:
             raise TypeError(
                 f"{self.learner} takes a tuple of bounds, got {self.bounds!r}. Pass bounds=(...,)."
             )
-        parts.check(self.learner, self.learn)
+        leaf_names.check(self.learner, self.learn)
 
-    def steer(self, meta: Meta, hyper: Any) -> Meta:
-        """Return what steers the learner: the optimizer's `hyper`, as precise as what is learned."""
+    def outer_meta(self, meta: Meta, hyper: Any) -> Meta:
+        """Return the outer meta: the optimizer's own `hyper`, as precise as what is learned."""
         return Meta(fitted(self.optimizer, hyper, self.of(meta)), {})
 
-    def check_steer(self, steer: Meta) -> None:
-        if steer.precond:
+    def check_outer_meta(self, outer_meta: Meta) -> None:
+        if outer_meta.precond:
             raise ValueError(
-                f"{self.learner} is steered by what {self.learner.lower()}.meta(...) returns, "
-                f"got a meta with the preconditioners of {sorted(steer.precond)}. "
+                f"{self.learner} takes as its outer meta what {self.learner.lower()}.meta(...) returns, "
+                f"got a meta with the preconditioners of {sorted(outer_meta.precond)}. "
                 "Pass the former; the latter is in the state already."
             )
 
@@ -67,7 +67,7 @@ class Learned:
 
     def of(self, meta: Meta) -> dict[str, Tensor]:
         """Return the leaves that move, by name."""
-        passing, learned = parts.times(meta), parts.named(self.learner, self.learn, meta)
+        passing, learned = leaf_names.times(meta), leaf_names.named(self.learner, self.learn, meta)
         return {name: leaf for name, leaf in learned.items() if name not in passing}
 
     def chained(self, meta: Meta, grads: Meta) -> Meta:
@@ -80,7 +80,7 @@ class Learned:
         return tree.replace(grads, chained)
 
     def moved(
-        self, steer: Meta, meta: Meta, opt: Tree, grads: dict[str, Tensor], moves: Tensor
+        self, outer_meta: Meta, meta: Meta, opt: Tree, grads: dict[str, Tensor], moves: Tensor
     ) -> tuple[Meta, Tree, Tensor]:
         """Return meta and the optimizer's state after its step, and whether meta has moved.
 
@@ -91,7 +91,7 @@ class Learned:
         old = {name: self._domain(name).coordinate(value) for name, value in values.items()}
         # What is not used must be finite too: a derivative through `where` multiplies it by zero.
         usable = {name: torch.where(moves, h, 0.0) for name, h in grads.items()}
-        new, new_opt = self.optimizer.update(steer.hyper, old, opt, usable)
+        new, new_opt = self.optimizer.update(outer_meta.hyper, old, opt, usable)
         moved = {
             name: self._domain(name).moved(value, old[name], new[name]) for name, value in values.items()
         }
@@ -99,14 +99,14 @@ class Learned:
         bounded = tree.replace(bounded, moved)
         for bound in self.bounds:
             bounded = bound(bounded)
-        moving = moved.keys() | parts.times(meta)
+        moving = moved.keys() | leaf_names.times(meta)
         new_meta = tree.replace(meta, {k: x for k, x in tree.named(bounded).items() if k in moving})
         here, there = (_flat(self.of(each)) for each in (meta, new_meta))
         moves = moves & tree.all_finite(there)
         return *tree.where(moves, (new_meta, new_opt), (meta, opt)), moves & (there != here).any()
 
     def _domain(self, name: str) -> Domain:
-        return parts.domain(self.training, name)
+        return leaf_names.domain(self.training, name)
 
 
 def _flat(leaves: dict[str, Tensor]) -> Tensor:

@@ -55,7 +55,7 @@ class Trained(NamedTuple):
 
 def meta_train(
     learner: Unrolled,
-    steer: Meta,
+    outer_meta: Meta,
     meta: Meta,
     task: Task,
     steps: int,
@@ -85,8 +85,8 @@ def meta_train(
     ...     def outer_loss(self, episode, window):
     ...         return lambda carry: (carry.params["w"] - 1).square().sum()
     >>> learner, meta = Unrolled(training, Adam()), training.meta(params, SGD().hyper(lr=0.01))
-    >>> steer = learner.meta(meta, Adam().hyper(lr=0.1))
-    >>> trained = meta_train(learner, steer, meta, Slope(), steps=40, progress=False)
+    >>> outer_meta = learner.meta(meta, Adam().hyper(lr=0.1))
+    >>> trained = meta_train(learner, outer_meta, meta, Slope(), steps=40, progress=False)
     >>> trained.history[0]["value"] > 0.8, trained.history[-1]["value"] < 1e-3
     (True, True)
     """
@@ -97,7 +97,7 @@ def meta_train(
     with opened as kept, _bar(progress) as bar:
         run = Run(learner.init(meta), None if kept is None else task.start(0), [], {})
         if kept is not None:
-            run = kept.load(run, _settings(learner, steer, meta, task, windows, run.carry))
+            run = kept.load(run, _settings(learner, outer_meta, meta, task, windows, run.carry))
         done = len(run.history)
         if done > steps:
             raise ValueError(
@@ -106,17 +106,17 @@ def meta_train(
             )
         shown = bar.add_task("", total=steps, completed=done, value="")
         for i in range(done, steps):
-            run = _stepped(learner, steer, task, run, *divmod(i, windows))
+            run = _stepped(learner, outer_meta, task, run, *divmod(i, windows))
             bar.update(shown, completed=i + 1, value=f"{run.history[-1]['value']:.4g}")
             if kept is not None and ((i + 1) % save_every == 0 or i + 1 == steps):
                 kept.save(run)
     return Trained(run.state, run.history, run.notes)
 
 
-def _stepped(learner: Unrolled, steer: Meta, task: Task, run: Run, episode: int, window: int) -> Run:
+def _stepped(learner: Unrolled, outer_meta: Meta, task: Task, run: Run, episode: int, window: int) -> Run:
     carry = task.start(episode) if window == 0 else run.carry
     batches, outer_loss = task.batches(episode, window), task.outer_loss(episode, window)
-    state, carry, info = learner.step(steer, run.state, outer_loss, carry, batches)
+    state, carry, info = learner.step(outer_meta, run.state, outer_loss, carry, batches)
     scalars = {k: x for k, x in info.items() if isinstance(x, Tensor) and x.numel() == 1}
     row = {k: float(x) for k, x in (_numbers(learner, run.state.meta) | scalars).items()}
     said = dict.fromkeys(info["notes"], len(run.history))
@@ -147,10 +147,12 @@ def _bar(progress: bool) -> Progress:
     )
 
 
-def _settings(learner: Unrolled, steer: Meta, meta: Meta, task: Task, windows: int, start: Any) -> Settings:
+def _settings(
+    learner: Unrolled, outer_meta: Meta, meta: Meta, task: Task, windows: int, start: Any
+) -> Settings:
     """Return what tells this run from others: as it prints, and by what the training of episode 0 sees."""
     printed = {"learner": _printed(learner), "task": _printed(task), "windows": _printed(windows)}
-    tensors = {"steer": tree.named(steer), "meta": tree.named(meta)}
+    tensors = {"outer_meta": tree.named(outer_meta), "meta": tree.named(meta)}
     window = (task.batches(0, 0), task.outer_loss(0, 0))
     return [printed | tensors, *fingerprint(learner.training, meta, start, *window)]
 

@@ -74,15 +74,15 @@ class Online:
     so ("finite"). `skip=("carry",)` leaves that check out.
 
     Learning rates move as log lr, decays as logit decay, matrices as they are. It is itself a training,
-    steered by Meta(hyper of the meta-optimizer, {}): it can be learned by another. (docs/math.md, 9 to 11)
+    whose meta is Meta(hyper of the meta-optimizer, {}): it can be learned by another. (docs/math.md, 9 to 11)
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] * batch).square().sum())
     >>> training, params = Training(loss, SGD(), {"w": Dense()}), {"w": torch.ones(2)}
     >>> meta, carry = training.meta(params, SGD().hyper(lr=0.01)), training.init(params)
     >>> online = Online(training, Adam())
-    >>> steer, state = online.meta(meta, Adam().hyper(lr=0.1)), online.init(meta, carry)
+    >>> outer_meta, state = online.meta(meta, Adam().hyper(lr=0.1)), online.init(meta, carry)
     >>> for _ in range(10):
-    ...     state, info = online.step(steer, state, torch.tensor([1.0, 3.0]))
+    ...     state, info = online.step(outer_meta, state, torch.tensor([1.0, 3.0]))
     >>> bool(state.meta.precond["w"].trace() > 2)
     True
     """
@@ -123,8 +123,8 @@ class Online:
         return self.meta_optimizer.domains
 
     def meta(self, meta: Meta, hyper: Any) -> Meta:
-        """Return what steers this learner: the meta-optimizer's `hyper`, as precise as what is learned."""
-        return self.learned.steer(meta, hyper)
+        """Return the outer meta: the meta-optimizer's `hyper`, as precise as what is learned."""
+        return self.learned.outer_meta(meta, hyper)
 
     def init(self, meta: Meta, carry: Any) -> OnlineCarry:
         self.training.check(meta, carry)
@@ -144,9 +144,9 @@ class Online:
         return self.training.evaluate(state.carry, batch)
 
     def advance(self, meta: Meta, state: OnlineCarry, seen: Seen) -> tuple[OnlineCarry, Info]:
-        self.learned.check_steer(meta)
+        self.learned.check_outer_meta(meta)
         value, finite = seen.value, tree.all_finite(seen)
-        seen = _coasting(finite, seen, state.buffers)
+        seen = _zero_gradient_unless(finite, seen, state.buffers)
 
         # Learn: how should the last step have been taken?
         last, memory = self._last(state)
@@ -219,7 +219,7 @@ class Online:
         return self.learned.of(grads)
 
 
-def _coasting(finite: Tensor, seen: Seen, buffers: Buffers) -> Seen:
+def _zero_gradient_unless(finite: Tensor, seen: Seen, buffers: Buffers) -> Seen:
     """Return what was seen or, if it is not finite, no gradient and the old buffers, valued NaN.
 
     Integer buffers, such as a count or the seed of the next step, go on. (docs/math.md, 16)

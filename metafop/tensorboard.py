@@ -89,7 +89,7 @@ class Logger:
         """Write `diagnostics.summary`, histograms "eigenvalues/…" and "P_values/…", and images "P/…".
 
         The values of P if it has at most 1024 rows, its image if at most 64. Where some are not finite there
-        is no histogram but a scalar "nonfinite/…": how many. The storeys of a tower share names: use a Logger
+        is no histogram but a scalar "nonfinite/…": how many. The levels of a tower share names: use a Logger
         for each.
         """
         self.info(step, diagnostics.summary(training, meta, grads))

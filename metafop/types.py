@@ -15,7 +15,7 @@ OuterLoss = Callable[[Any], Tensor]  # of a carry
 
 
 class Meta(NamedTuple):
-    """Everything that steers training: the optimizer's `hyper` and the tensors of each preconditioner."""
+    """What training depends on and may be learned: the optimizer's `hyper`, each preconditioner's tensors."""
 
     hyper: Any
     precond: dict[str, Tree]
@@ -170,7 +170,7 @@ class Inspectable(Preconditioner, Protocol):
 
 
 class Trains(Protocol):
-    """What can be trained and steered: `Training`, and `Online`, which learns to steer one."""
+    """What can be trained as meta says: `Training`, and `Online`, which learns the meta of another."""
 
     @property
     def domains(self) -> Mapping[str, Domain]: ...
@@ -204,7 +204,7 @@ class Estimate(NamedTuple):
 
 
 class Batches(Protocol):
-    """One batch for each step; a step gives the same whenever it is asked, for sweeps back ask again."""
+    """One batch for each step; a step gives the same whenever it is asked: backward passes ask again."""
 
     def __len__(self) -> int: ...
 

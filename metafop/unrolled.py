@@ -38,9 +38,9 @@ class Unrolled:
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
     >>> meta, carry = training.meta(params, SGD().hyper(lr=0.01)), training.init(params)
     >>> learner, outer = Unrolled(training, Adam()), lambda carry: (carry.params["w"] - 1).square().sum()
-    >>> steer, state = learner.meta(meta, Adam().hyper(lr=0.1)), learner.init(meta)
+    >>> outer_meta, state = learner.meta(meta, Adam().hyper(lr=0.1)), learner.init(meta)
     >>> for _ in range(40):
-    ...     state, _, info = learner.step(steer, state, outer, carry, 5 * [torch.ones(1)])
+    ...     state, _, info = learner.step(outer_meta, state, outer, carry, 5 * [torch.ones(1)])
     >>> bool(info["value"] < 1e-3), bool(state.meta.hyper.lr > 0.2)
     (True, True)
     """
@@ -67,27 +67,27 @@ class Unrolled:
 
     def meta(self, meta: Meta, hyper: Any) -> Meta:
         """Return what steers this learner: the meta-optimizer's `hyper`, as precise as what is learned."""
-        return self.learned.steer(meta, hyper)
+        return self.learned.outer_meta(meta, hyper)
 
     def init(self, meta: Meta) -> UnrolledState:
         return UnrolledState(meta, self.learned.init(meta))
 
     def step(
-        self, steer: Meta, state: UnrolledState, outer_loss: OuterLoss, carry: Any, batches: Batches
+        self, outer_meta: Meta, state: UnrolledState, outer_loss: OuterLoss, carry: Any, batches: Batches
     ) -> tuple[UnrolledState, Any, dict[str, Any]]:
         """Return the state after one step of meta, the carry after all batches, and what the estimator saw.
 
         In info are "value", the outer loss; "norm", ‖H‖ in the learner's coordinates, before any clip;
         "moved"; and all that the estimator tells, "notes" among it.
         """
-        self.learned.check_steer(steer)
+        self.learned.check_outer_meta(outer_meta)
         value, pulled, after, info = self.estimator(self.training, outer_loss, state.meta, carry, batches)
         grads = self.learned.of(self.learned.chained(state.meta, pulled))
         norm = _norm(grads)
         moves = value.isfinite() & tree.all_finite(grads)
         if self.clip is not None:
             grads = tree.scale(grads, (self.clip / norm).clamp(max=1))
-        meta, meta_opt, moved = self.learned.moved(steer, state.meta, state.meta_opt, grads, moves)
+        meta, meta_opt, moved = self.learned.moved(outer_meta, state.meta, state.meta_opt, grads, moves)
         return UnrolledState(meta, meta_opt), after, info | {"value": value, "norm": norm, "moved": moved}
 
 

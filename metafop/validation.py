@@ -1,4 +1,4 @@
-"""What a training refuses at its door: one sentence each, with the object, the value and the remedy."""
+"""What a training refuses: one sentence each, with the object, the value and the remedy."""
 
 import inspect
 import re

@@ -56,8 +56,8 @@ def directions(training: Trains, meta: Meta, grads: Params) -> Params:
 
 def angles(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
     """Return the angle in degrees between ∇J and P ∇J of each parameter (the paper, figure of angles)."""
-    turned = directions(training, meta, grads)
-    return {f"angle/{k}": angle(grads[k], direction) for k, direction in turned.items()}
+    preconditioned = directions(training, meta, grads)
+    return {f"angle/{k}": angle(grads[k], direction) for k, direction in preconditioned.items()}
 
 
 def angle(x: Tensor, y: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metafop import parts, tree
+from metafop import leaf_names, tree
 from metafop.diagnostics.preconditioning import unit, wide
 from metafop.hypergradients.validation import batch_at, horizon
 from metafop.optimizers.hyper import extremes
@@ -53,9 +53,9 @@ def metasmoothness(
 
     def trained(k: int) -> Params:
         moved = {name: _moved(training, name, leaf, k * h * along[name]) for name, leaf in leaves.items()}
-        steered, after = tree.replace(meta, moved), carry
+        changed, after = tree.replace(meta, moved), carry
         for t in range(steps):
-            after, _ = training.step(steered, after, batch_at(batches, t))
+            after, _ = training.step(changed, after, batch_at(batches, t))
         return tree.map(wide, after.params)
 
     start, middle, end = trained(0), trained(1), trained(2)
@@ -137,7 +137,7 @@ def halves(
             "Pass one for each step, such as list(batches)."
         )
 
-    def derivative(first: int) -> parts.Leaves:
+    def derivative(first: int) -> leaf_names.Leaves:
         estimate = estimator(training, outer_loss, meta, carry, _EverySecond(batches, first))
         return _chained("halves", training, leaves, estimate.grads)
 
@@ -162,14 +162,14 @@ class _EverySecond:
         return batch_at(self.batches, self.first + 2 * t)
 
 
-def _leaves(owner: str, training: Trains, meta: Meta, learn: tuple[str, ...]) -> parts.Leaves:
+def _leaves(owner: str, training: Trains, meta: Meta, learn: tuple[str, ...]) -> leaf_names.Leaves:
     """Return the leaves that `learn` names, or refuse one that has no coordinate."""
-    parts.check(owner, learn)
-    passing, named = parts.times(meta), parts.named(owner, learn, meta)
+    leaf_names.check(owner, learn)
+    passing, named = leaf_names.times(meta), leaf_names.named(owner, learn, meta)
     leaves = {name: leaf for name, leaf in named.items() if name not in passing}
     for name, leaf in leaves.items():
         for place, number in extremes(name, leaf):
-            if not parts.domain(training, name).inside(number):
+            if not leaf_names.domain(training, name).inside(number):
                 raise ValueError(
                     f"{owner} cannot move {place} from {number:g}, on the boundary of its range. "
                     "Start inside, or name in learn only what can move."
@@ -179,7 +179,7 @@ def _leaves(owner: str, training: Trains, meta: Meta, learn: tuple[str, ...]) ->
     return leaves
 
 
-def _picked(owner: str, what: str, x: Meta, leaves: parts.Leaves) -> parts.Leaves:
+def _picked(owner: str, what: str, x: Meta, leaves: leaf_names.Leaves) -> leaf_names.Leaves:
     """Return the leaves of the same names of another tree, or refuse one that is not like meta."""
     named = tree.named(x)
     for name, leaf in leaves.items():
@@ -194,15 +194,15 @@ def _picked(owner: str, what: str, x: Meta, leaves: parts.Leaves) -> parts.Leave
 
 def _moved(training: Trains, name: str, leaf: Tensor, change: Tensor) -> Tensor:
     """Return x(z + change)."""
-    domain = parts.domain(training, name)
+    domain = leaf_names.domain(training, name)
     z = domain.coordinate(leaf)
     return domain.moved(leaf, z, z + change)
 
 
-def _chained(owner: str, training: Trains, leaves: parts.Leaves, grads: Meta) -> parts.Leaves:
+def _chained(owner: str, training: Trains, leaves: leaf_names.Leaves, grads: Meta) -> leaf_names.Leaves:
     """Return the derivatives in the coordinates of the leaves."""
     derivatives = _picked(owner, "grads", grads, leaves)
-    return {name: parts.domain(training, name).chain(x, derivatives[name]) for name, x in leaves.items()}
+    return {name: leaf_names.domain(training, name).chain(x, derivatives[name]) for name, x in leaves.items()}
 
 
 def _agreement(suffix: str, a: Tensor, b: Tensor) -> dict[str, Tensor]:
@@ -215,7 +215,7 @@ def _cosine(vectors: Sequence[Tensor] | Tensor) -> Tensor:
     return (units.sum(0).square().sum() - units.square().sum()) / (n * (n - 1))
 
 
-def _flat(x: parts.Leaves) -> Tensor:
+def _flat(x: leaf_names.Leaves) -> Tensor:
     return torch.cat([leaf.flatten() for leaf in x.values()])
 
 

@@ -1,4 +1,4 @@
-"""Derivatives of training in what steers it: of the last step, or of many."""
+"""Derivatives of training in meta: of the last step, or of many."""
 
 from metafop.hypergradients.adjoint import Adjoint, adjoint
 from metafop.hypergradients.autograd import Autograd, autograd

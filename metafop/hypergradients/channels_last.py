@@ -27,9 +27,9 @@ def takes_channels_last(training: Trains, carry: Any, batch: Batch) -> bool:
     except Exception:  # any fault that is not the layout's shows again when the batch is taken as it is
         return False
     as_it_is = training.evaluate(carry, batch)
-    apart = tree.map(torch.sub, (seen.value, seen.grads), (as_it_is.value, as_it_is.grads))
+    difference = tree.map(torch.sub, (seen.value, seen.grads), (as_it_is.value, as_it_is.grads))
     size = tree.norm((as_it_is.value, as_it_is.grads))
-    return not bool(tree.norm(apart) > torch.finfo(size.dtype).eps ** 0.5 * size)
+    return not bool(tree.norm(difference) > torch.finfo(size.dtype).eps ** 0.5 * size)
 
 
 def _is_image(x: Any) -> bool:

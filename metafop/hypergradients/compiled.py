@@ -109,7 +109,7 @@ def _build(function: Callable[..., tuple[Leaves, ...]], groups: list[Formed], re
         if "data-dependent" not in str(error):
             raise
         raise RuntimeError(
-            "A step whose Python looks at the values of tensors cannot be compiled. "
+            "A step whose Python reads the values of tensors cannot be compiled. "
             "Use torch.where in the loss, or compile=False."
         ) from error
     _refuse_random(graph)

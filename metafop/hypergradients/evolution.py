@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 from torch.func import vmap
 
-from metafop import parts, tree
+from metafop import leaf_names, tree
 from metafop.hypergradients.forward import learned_leaves, left_out
 from metafop.hypergradients.outer_loss import check_dependence, value_of
 from metafop.hypergradients.validation import batch_at, explained_errors, horizon
@@ -27,7 +27,7 @@ class EvolutionCarry(NamedTuple):
     """
 
     carries: Any
-    perturbations: parts.Leaves | tuple[()]
+    perturbations: leaf_names.Leaves | tuple[()]
     rng: Tensor
 
 
@@ -66,7 +66,7 @@ class Evolution:
 
     def __post_init__(self) -> None:
         if self.learn is not None:
-            parts.check("Evolution", self.learn)
+            leaf_names.check("Evolution", self.learn)
         if not isinstance(self.pairs, int) or self.pairs < 2:
             raise ValueError(
                 f"Evolution takes two pairs or more, to see how far they differ, got pairs={self.pairs!r}. "
@@ -97,7 +97,7 @@ class Evolution:
         noise, rng = self._drawn(leaves, carry.rng)
         sums = _added(carry.perturbations, noise)
 
-        def unrolled(noise: parts.Leaves, carry: Any) -> tuple[Tensor, Any, Tensor]:
+        def unrolled(noise: leaf_names.Leaves, carry: Any) -> tuple[Tensor, Any, Tensor]:
             moved, values = tree.replace(meta, {k: leaf.moved(noise[k]) for k, leaf in leaves.items()}), []
             for t in range(steps):
                 seen = training.evaluate(carry, batch_at(batches, t))
@@ -143,8 +143,8 @@ class Evolution:
     def _leaves(self, training: Trains, meta: Meta) -> tuple[dict[str, _Leaf], list[str]]:
         """Return the leaves that are perturbed, and what is to be said of the others."""
         learned = learned_leaves("Evolution", self.learn, meta)
-        passing = parts.times(meta)
-        leaves = {k: _Leaf(x, parts.domain(training, k)) for k, x in learned.items() if k not in passing}
+        passing = leaf_names.times(meta)
+        leaves = {k: _Leaf(x, leaf_names.domain(training, k)) for k, x in learned.items() if k not in passing}
         stuck = [k for k, leaf in leaves.items() if not leaf.inside.all()]
         if all(not leaf.inside.any() for leaf in leaves.values()):
             raise ValueError(
@@ -160,7 +160,7 @@ class Evolution:
         ]
         return leaves, [left_out(meta, learned), *notes]
 
-    def _drawn(self, leaves: dict[str, _Leaf], state: Tensor) -> tuple[parts.Leaves, Tensor]:
+    def _drawn(self, leaves: dict[str, _Leaf], state: Tensor) -> tuple[leaf_names.Leaves, Tensor]:
         """Return ε for each pair, and the state of the generator after."""
         rng = Generator()
         rng.set_state(state.cpu())
@@ -199,7 +199,7 @@ class _Leaf(NamedTuple):
         return torch.where(self.inside, (derivative / slope).to(self.value.dtype), 0.0)
 
 
-def _added(perturbations: parts.Leaves | tuple[()], noise: parts.Leaves) -> parts.Leaves:
+def _added(perturbations: leaf_names.Leaves | tuple[()], noise: leaf_names.Leaves) -> leaf_names.Leaves:
     if not perturbations:
         return noise
     if perturbations.keys() != noise.keys():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
-from metafop import parts, stopped_gradients, tree
+from metafop import leaf_names, stopped_gradients, tree
 from metafop.hypergradients.checks.buffers import MissedBuffers
 from metafop.hypergradients.checks.hessian import second_derivative
 from metafop.hypergradients.checks.repeat import check_repeated, repeats_after, rounding
@@ -67,7 +67,7 @@ class Forward:
     def __post_init__(self) -> None:
         check_skip("Forward", self.skip)
         if self.learn is not None:
-            parts.check("Forward", self.learn)
+            leaf_names.check("Forward", self.learn)
 
     def init(self, carry: Any) -> ForwardCarry:
         return ForwardCarry(carry, ())
@@ -120,12 +120,12 @@ class Forward:
         )
 
 
-def learned_leaves(owner: str, learn: tuple[str, ...] | None, meta: Meta) -> parts.Leaves:
+def learned_leaves(owner: str, learn: tuple[str, ...] | None, meta: Meta) -> leaf_names.Leaves:
     """Return the leaves of meta that `learn` names; all for None."""
-    return tree.named(meta) if learn is None else parts.named(owner, learn, meta)
+    return tree.named(meta) if learn is None else leaf_names.named(owner, learn, meta)
 
 
-def left_out(meta: Meta, learned: parts.Leaves) -> str:
+def left_out(meta: Meta, learned: leaf_names.Leaves) -> str:
     """Say what is not learned, if there is any."""
     others = ", ".join(name for name in tree.named(meta) if name not in learned)
     return others and f"Zeros stand for the derivatives in what learn does not name: {others}."
@@ -145,8 +145,8 @@ class _StepJVP:
 
     training: Trains
     meta: Meta
-    learned: parts.Leaves
-    basis: parts.Leaves  # the direction of every learned number, one a row
+    learned: leaf_names.Leaves
+    basis: leaf_names.Leaves  # the direction of every learned number, one a row
     over: Over
 
     def __call__(self, carry: Any, batch: Batch, tangents: Tangents) -> tuple[Any, Tensor, Tangents]:
@@ -156,7 +156,7 @@ class _StepJVP:
         d_value = _dots(list(d_params.values()), [seen.grads[k] for k in d_params]).to(seen.value.dtype)
 
         def advance(
-            learned: parts.Leaves, floats: list[Tensor], grads: Params, value: Tensor
+            learned: leaf_names.Leaves, floats: list[Tensor], grads: Params, value: Tensor
         ) -> tuple[Any, Any]:
             before, looked_at = with_constant_buffers(rebuild(floats)), Seen(value, grads, seen.buffers)
             after, _ = self.training.advance(tree.replace(self.meta, learned), before, looked_at)
@@ -201,7 +201,7 @@ def _dots(rows: list[Tensor], x: list[Tensor]) -> Tensor:
     return torch.stack(products).sum(0)
 
 
-def _basis(learned: parts.Leaves) -> parts.Leaves:
+def _basis(learned: leaf_names.Leaves) -> leaf_names.Leaves:
     """Return the direction of every learned number, one a row: the identity, cut into leaves."""
     numbers, start, basis = _numbers(learned), 0, {}
     for name, leaf in learned.items():
@@ -211,7 +211,7 @@ def _basis(learned: parts.Leaves) -> parts.Leaves:
     return basis
 
 
-def _fitting(tangents: Tangents | tuple[()], carry: Any, learned: parts.Leaves) -> Tangents:
+def _fitting(tangents: Tangents | tuple[()], carry: Any, learned: leaf_names.Leaves) -> Tangents:
     """Return the tangents to start from, zeros if there are none."""
     floats, _ = tree.partition(carry)
     shapes = [(_numbers(learned), *leaf.shape) for leaf in floats]
@@ -223,11 +223,11 @@ def _fitting(tangents: Tangents | tuple[()], carry: Any, learned: parts.Leaves) 
     return list(tangents) or [leaf.new_zeros(shape) for leaf, shape in zip(floats, shapes, strict=True)]
 
 
-def _numbers(learned: parts.Leaves) -> int:
+def _numbers(learned: leaf_names.Leaves) -> int:
     return sum(leaf.numel() for leaf in learned.values())
 
 
-def _contracted(tangents: Tangents, cotangent: Cotangent, learned: parts.Leaves) -> parts.Leaves:
+def _contracted(tangents: Tangents, cotangent: Cotangent, learned: leaf_names.Leaves) -> leaf_names.Leaves:
     """Return ⟨∂value/∂carry, Ċ⟩ for every learned number, each in its place."""
     parts = _dots(tangents, cotangent).split([leaf.numel() for leaf in learned.values()])
     return {

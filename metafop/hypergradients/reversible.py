@@ -179,7 +179,7 @@ def _path(training: Trains, meta: Meta, carry: Any, batches: Batches) -> _Path:
         )
     if tree.is_transforming():
         raise TypeError(
-            "reversible looks at values, to see when a store is full, and was called inside vmap, grad or "
+            "reversible reads values, to see when a store is full, and was called inside vmap, grad or "
             "another transform of torch.func. Call it outside, or use adjoint."
         )
     return _Path(training, training.optimizer, meta, carry, batches)

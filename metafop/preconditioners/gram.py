@@ -101,8 +101,8 @@ def blocks(crosses: Tensor, several: int) -> Tensor:
     if several == 1:
         return crosses
     n = crosses.shape[-1] // several
-    apart = crosses.reshape(*crosses.shape[:-2], several, n, several, n)
-    return (_once(several, crosses) * apart).sum((-4, -2))
+    blocks = crosses.reshape(*crosses.shape[:-2], several, n, several, n)
+    return (_once(several, crosses) * blocks).sum((-4, -2))
 
 
 def pullback_crossed(m: Tensor, crosses: Tensor, several: int) -> Tensor:
@@ -158,8 +158,8 @@ def _plus_times_both(p: Tensor, q: Tensor, g: Tensor) -> Tensor:
 
 def _turn_rows(product: Callable[[Tensor], Tensor], p: Tensor, grad: Tensor) -> Tensor:
     """Return the product of the gradient's rows, in its own shape and precision."""
-    turned = product(rows(p, grad)).reshape(grad.shape)
-    return turned if turned.dtype == grad.dtype else turned.to(grad.dtype)
+    result = product(rows(p, grad)).reshape(grad.shape)
+    return result if result.dtype == grad.dtype else result.to(grad.dtype)
 
 
 def _add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:

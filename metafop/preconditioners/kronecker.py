@@ -37,8 +37,8 @@ class Kronecker:
 
     def apply(self, m: KroneckerFactors, grad: Tensor) -> Tensor:
         g = gram.rows(m.inputs, grad)
-        turned = Dense().apply(m.inputs, g)
-        return (m.outputs @ (m.outputs.mT @ turned)).reshape(grad.shape).to(grad.dtype)
+        over_inputs = Dense().apply(m.inputs, g)
+        return (m.outputs @ (m.outputs.mT @ over_inputs)).reshape(grad.shape).to(grad.dtype)
 
     def pullback(self, m: KroneckerFactors, grad: Tensor, cotangent: Tensor) -> KroneckerFactors:
         """Return `(CᵀB + BᵀC) M` with B = R Rᵀ G, and `(C Aᵀ + A Cᵀ) R` with A = G M Mᵀ."""

@@ -51,6 +51,7 @@ def check(
         )
     autograd = tree.named(by_autograd(training, meta, last, cotangent))
     sizes = _sizes(training, meta, last, cotangent)
+    rule = (repr(optimizer), repr(preconditioner), "×".join(str(n) for n in shape))
     rows = []
     for name, value in tree.named(meta).items():
         if not name.startswith(parts) or name in clocks(meta.precond["w"], "precond.w"):
@@ -60,27 +61,22 @@ def check(
                 f"The pullback of {optimizer} with {preconditioner} returns {tuple(closed[name].shape)} for "
                 f"{name}, of shape {tuple(value.shape)}. Return a tree of meta's shapes."
             )
-        differences = _differences(training, meta, last, cotangent, name)
         by_graph = _relative(closed[name], autograd[name], sizes[name])
-        by_steps = _relative(closed[name], differences, sizes[name])
-        worst = by_graph if by_graph.max() > AUTOGRAD_TOLERANCE else by_steps
-        place = [int(i) for i in torch.unravel_index(worst.argmax(), worst.shape)]
-        rows.append(
-            Row(
-                repr(optimizer),
-                repr(preconditioner),
-                "×".join(str(n) for n in shape),
-                name,
-                by_graph.max().item(),
-                by_steps.max().item(),
-                f"{name}{place}" if place else name,
-            )
-        )
+        differences = _differences(training, meta, last, cotangent, name)
+        rows.append(_row(rule, name, by_graph, _relative(closed[name], differences, sizes[name])))
     if not rows:
         raise ValueError(
             f"No part of meta starts with one of {parts}: there are {sorted(closed)}. Name some."
         )
     return Report(tuple(rows))
+
+
+def _row(rule: tuple[str, str, str], name: str, by_graph: Tensor, by_steps: Tensor) -> Row:
+    """Return the worst errors against autograd and against finite differences, and where the worst one is."""
+    worst = by_graph if by_graph.max() > AUTOGRAD_TOLERANCE else by_steps
+    place = [int(i) for i in torch.unravel_index(worst.argmax(), worst.shape)]
+    where = f"{name}{place}" if place else name
+    return Row(*rule, name, by_graph.max().item(), by_steps.max().item(), where)
 
 
 def _third_step(

@@ -200,9 +200,11 @@ def test_summary_of_an_online_learner_is_its_hyperparameters_and_gradients():
     training, params = Training(loss, SGD(), {"w": Dense()}), {"w": torch.ones(2)}
     meta, carry = training.meta(params, SGD().hyper(lr=0.1)), training.init(params)
     online: Any = Online(training, Adam())
-    steer, state = online.meta(meta, Adam().hyper(lr=0.01)), online.init(meta, carry)
+    outer_meta, state = online.meta(meta, Adam().hyper(lr=0.01)), online.init(meta, carry)
     seen = online.evaluate(state, ())
-    above, below = (diagnostics.summary(*x, seen.grads) for x in ((online, steer), (training, state.meta)))
+    above, below = (
+        diagnostics.summary(*x, seen.grads) for x in ((online, outer_meta), (training, state.meta))
+    )
     hyper = {f"hyper/{name}" for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
     assert above.keys() == hyper | {"gradient_norm", "gradient_norm/w"}
     assert {"condition/w", "angle/w", "hyper/lr"} <= below.keys()

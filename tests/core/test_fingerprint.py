@@ -60,10 +60,10 @@ def run(
     if isinstance(estimator, Evolution):
         start = estimator.init(start, torch.Generator().manual_seed(seed))
     learner = Unrolled(training, Adam(), estimator=estimator)
-    steer = learner.meta(meta, Adam().hyper(lr=0.1))
+    outer_meta = learner.meta(meta, Adam().hyper(lr=0.1))
     batches = batches or [torch.tensor([0.1, 0.2, 0.3]), torch.ones(3), torch.tensor([0.3, 0.2, 0.1])]
     task = Fixed(start, batches, lambda carry: outer_loss(carry))
-    return meta_train(learner, steer, meta, task, steps, folder=folder, save_every=1, progress=False)
+    return meta_train(learner, outer_meta, meta, task, steps, folder=folder, save_every=1, progress=False)
 
 
 def assert_differs(words, folder, first, second):
@@ -162,11 +162,11 @@ def test_another_function_in_the_attributes_of_a_task_is_told_apart(tmp_path):
     training = Training(functional.plain(bowl), Momentum())
     meta = training.meta({"w": torch.ones(2)}, Momentum().hyper(lr=0.01))
     learner = Unrolled(training, Adam())
-    steer = learner.meta(meta, Adam().hyper(lr=0.1))
+    outer_meta = learner.meta(meta, Adam().hyper(lr=0.1))
     first, second = Judged(training, lambda w: w.sum()), Judged(training, lambda w: w.prod())
-    meta_train(learner, steer, meta, first, 1, folder=tmp_path, progress=False)
+    meta_train(learner, outer_meta, meta, first, 1, folder=tmp_path, progress=False)
     with pytest.raises(ValueError, match="differs in outer loss"):
-        meta_train(learner, steer, meta, second, 2, folder=tmp_path, progress=False)
+        meta_train(learner, outer_meta, meta, second, 2, folder=tmp_path, progress=False)
 
 
 def summed(problem, backwards):
@@ -184,13 +184,13 @@ def test_rounding_is_no_difference(precision, generator, tmp_path):
     for backwards, steps in ((False, 1), (True, 2)):
         training = summed(problem, backwards)
         learner, meta = Unrolled(training, Adam()), training.meta(problem.params, Momentum().hyper(lr=0.01))
-        steer = learner.meta(meta, Adam().hyper(lr=0.1))
+        outer_meta = learner.meta(meta, Adam().hyper(lr=0.1))
 
         def outer_loss(carry, training=training):
             return training.loss(carry.params, carry.buffers, problem.batches[0])[0]
 
         task = Fixed(start, problem.batches, outer_loss)
-        trained = meta_train(learner, steer, meta, task, steps, folder=tmp_path, progress=False)
+        trained = meta_train(learner, outer_meta, meta, task, steps, folder=tmp_path, progress=False)
         histories.append(trained.history)
         grads.append(training.evaluate(start, problem.batches[0]).grads)
     assert any(not torch.equal(grads[0][k], grads[1][k]) for k in problem.params)

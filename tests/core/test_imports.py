@@ -16,7 +16,7 @@ STOREYS = [
     {"randomness"},
     {"twice_differentiable", "stopped_gradients"},
     {"functional", "optimizers", "preconditioners", "validation"},
-    {"training", "parts"},
+    {"training", "leaf_names"},
     {"hypergradients", "safeguards"},
     {"diagnostics", "learned"},
     {"online", "unrolled"},

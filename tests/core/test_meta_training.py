@@ -83,14 +83,14 @@ def run(folder=None, steps=8, windows=1, save_every=2, **settings) -> Trained:
 
 
 def test_the_loop_is_a_step_for_each_window_and_a_start_for_each_episode():
-    learner, steer, meta, task = made()
+    learner, outer_meta, meta, task = made()
     state, carry, values, rates = learner.init(meta), None, [], []
     for episode in range(3):
         carry = task.start(episode)
         for window in range(2):
             rates.append(state.meta.hyper.lr.item())
             outer, batches = task.outer_loss(episode, window), task.batches(episode, window)
-            state, carry, info = learner.step(steer, state, outer, carry, batches)
+            state, carry, info = learner.step(outer_meta, state, outer, carry, batches)
             values.append(info["value"].item())
     trained = run(steps=6, windows=2)
     assert_same_bits(trained.state, state)
@@ -203,9 +203,9 @@ def test_a_folder_of_another_run_is_refused(changed, words, tmp_path):
 def test_another_meta_learning_rate_is_refused(tmp_path):
     run(tmp_path, steps=2)
     learner, _, meta, task = made()
-    steer = learner.meta(meta, Adam().hyper(lr=0.2))
-    with pytest.raises(ValueError, match="differs in steer"):
-        meta_train(learner, steer, meta, task, 4, folder=tmp_path, progress=False)
+    outer_meta = learner.meta(meta, Adam().hyper(lr=0.2))
+    with pytest.raises(ValueError, match="differs in outer_meta"):
+        meta_train(learner, outer_meta, meta, task, 4, folder=tmp_path, progress=False)
 
 
 @pytest.mark.parametrize("name", ["steps", "windows", "save_every"])

@@ -13,12 +13,12 @@ def test_a_gradient_that_is_not_finite_coasts_leaves_meta_and_buffers_and_says_s
     training = problem.training(Momentum(), LowRank(2))
     meta = training.meta(problem.params, Momentum().hyper(lr=0.05), generator)
     online = Online(training, Adam(), ("precond", "hyper.lr"))
-    steer = online.meta(meta, Adam().hyper(lr=0.01))
+    outer_meta = online.meta(meta, Adam().hyper(lr=0.01))
     state = states(
         online, Adam().hyper(lr=0.01), meta, training.init(problem.params, problem.buffers), problem.batches
     )[-1]
     inputs, labels = problem.batches[0]
-    broken, info = online.step(steer, state, (inputs * torch.nan, labels))
+    broken, info = online.step(outer_meta, state, (inputs * torch.nan, labels))
     assert not info["finite"]
     assert not info["moved"]
     assert info["value"].isnan()
@@ -28,11 +28,11 @@ def test_a_gradient_that_is_not_finite_coasts_leaves_meta_and_buffers_and_says_s
     assert_same_bits((broken.meta, broken.meta_opt, buffers), (state.meta, state.meta_opt, state.buffers))
     velocity = tree.scale(state.carry.opt, 0.9)
     assert_near(broken.carry.opt, velocity, 1e-14)
-    healed, info = online.step(steer, broken, problem.batches[0])
+    healed, info = online.step(outer_meta, broken, problem.batches[0])
     assert info["finite"]
     assert not info["moved"]  # there is nothing to learn from a step that coasted
     assert_same_bits(healed.meta_opt, state.meta_opt)
-    healthy, info = online.step(steer, healed, problem.batches[1])
+    healthy, info = online.step(outer_meta, healed, problem.batches[1])
     assert info["moved"]
     assert tree.all_finite(healthy)
 
@@ -44,10 +44,10 @@ def test_buffers_that_are_not_finite_count_as_such():
     training, params = Training(loss, SGD(), {"w": Scalar()}), {"w": torch.ones(3)}
     meta = training.meta(params, SGD().hyper(lr=0.1))
     online = Online(training, SGD())
-    steer = online.meta(meta, SGD().hyper(lr=0.1))
+    outer_meta = online.meta(meta, SGD().hyper(lr=0.1))
     state = online.init(meta, training.init(params, {"mean": torch.zeros(())}))
     for batch, finite in ((1.0, True), (torch.nan, False), (1.0, True)):
-        state, info = online.step(steer, state, batch)
+        state, info = online.step(outer_meta, state, batch)
         assert info["finite"] == finite
     torch.testing.assert_close(state.buffers["mean"].item(), 1.9)
 
@@ -58,10 +58,14 @@ def test_in_a_tower_no_storey_learns_from_a_gradient_that_is_not_finite(generato
     lower = Online(training, Adam())
     upper = Online(lower, Adam(), ("hyper.lr",))
     meta = training.meta(problem.params, SGD().hyper(lr=0.1))
-    steer = lower.meta(meta, Adam().hyper(lr=0.01))
-    above = upper.meta(steer, Adam().hyper(lr=0.01))
+    outer_meta = lower.meta(meta, Adam().hyper(lr=0.01))
+    above = upper.meta(outer_meta, Adam().hyper(lr=0.01))
     state = states(
-        upper, Adam().hyper(lr=0.01), steer, lower.init(meta, training.init(problem.params)), problem.batches
+        upper,
+        Adam().hyper(lr=0.01),
+        outer_meta,
+        lower.init(meta, training.init(problem.params)),
+        problem.batches,
     )[-1]
     inputs, labels = problem.batches[0]
     broken, info = upper.step(above, state, (inputs * torch.inf, labels))
@@ -117,11 +121,11 @@ def test_a_step_that_leads_out_of_the_finite_is_not_taken_and_info_says_so(optim
     params, x = {"w": torch.ones(2)}, torch.tensor(1e5)
     meta = training.meta(params, optimizer.hyper(lr=1e308))
     online = Online(training, Adam(), ("hyper.lr",))
-    steer, state = online.meta(meta, Adam().hyper(lr=0.1)), online.init(meta, training.init(params))
+    outer_meta, state = online.meta(meta, Adam().hyper(lr=0.1)), online.init(meta, training.init(params))
     taken = []
     for _ in range(4):
         before = state
-        state, info = online.step(steer, state, x)
+        state, info = online.step(outer_meta, state, x)
         assert tree.all_finite((state.params, state.carry.opt, state.meta))
         assert info["finite"] == (not torch.equal(state.params["w"], before.params["w"]))
         taken.append(bool(info["finite"]))
@@ -134,13 +138,13 @@ def test_what_was_learned_at_a_step_that_was_not_taken_is_not_kept():
     params = {"w": torch.ones(2)}
     meta = training.meta(params, SGD().hyper(lr=1e-3))
     online = Online(training, SGD(), ("hyper.lr",), guards=())
-    steer, state = online.meta(meta, SGD().hyper(lr=8.75e-6)), online.init(meta, training.init(params))
-    state, _ = online.step(steer, state, torch.ones(2))
-    after, info = online.step(steer, state, torch.tensor(1e5))  # lr would be 1e301
+    outer_meta, state = online.meta(meta, SGD().hyper(lr=8.75e-6)), online.init(meta, training.init(params))
+    state, _ = online.step(outer_meta, state, torch.ones(2))
+    after, info = online.step(outer_meta, state, torch.tensor(1e5))  # lr would be 1e301
     assert not info["finite"]
     assert not info["moved"]
     assert_same_bits((after.meta, after.params), (state.meta, state.params))
-    healed, info = online.step(steer, after, torch.ones(2))
+    healed, info = online.step(outer_meta, after, torch.ones(2))
     assert info["finite"]
     assert not torch.equal(healed.params["w"], after.params["w"])
 
@@ -154,11 +158,11 @@ def test_moved_is_false_where_nothing_moves(single):
     params = {"w": torch.zeros(2, dtype=single)}
     meta = training.meta(params, SGD().hyper(lr=0.1))
     online = Online(training, SGD(), ("precond", "hyper.lr"))
-    steer = online.meta(meta, SGD().hyper(lr=0.1))
+    outer_meta = online.meta(meta, SGD().hyper(lr=0.1))
     for scale in (1.0, 1e-36, 0.0):
         state = online.init(meta, training.init(params))
         for _ in range(3):
             before = state
-            state, info = online.step(steer, state, torch.tensor(scale, dtype=single))
+            state, info = online.step(outer_meta, state, torch.tensor(scale, dtype=single))
             same = all(map(torch.equal, tree.leaves(before.meta), tree.leaves(state.meta)))
             assert bool(info["moved"]) == (not same)

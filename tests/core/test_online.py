@@ -26,10 +26,10 @@ def descent(start=(0.0, -1.0), lr=0.001, optimizer=None, hyper=None, family=None
 
 def states(online, hyper, meta, carry, batches):
     """Return the state after each step."""
-    steer, state = online.meta(meta, hyper), online.init(meta, carry)
+    outer_meta, state = online.meta(meta, hyper), online.init(meta, carry)
     result = []
     for batch in batches:
-        state, _ = online.step(steer, state, batch)
+        state, _ = online.step(outer_meta, state, batch)
         result.append(state)
     return result
 
@@ -101,7 +101,7 @@ def test_any_optimizer_is_a_meta_optimizer_and_moves_like_its_own_update(meta_op
     training = problem.training(SGD(), Dense())
     meta = training.meta(problem.params, SGD().hyper(lr=0.1))
     online = Online(training, meta_optimizer, credit="gradient", guards=())
-    steer = online.meta(meta, meta_optimizer.hyper(lr=0.01))
+    outer_meta = online.meta(meta, meta_optimizer.hyper(lr=0.01))
     state = online.init(meta, training.init(problem.params))
     m, opt = {f"precond.{k}": x for k, x in meta.precond.items()}, None
     for i, batch in enumerate(problem.batches):
@@ -112,8 +112,8 @@ def test_any_optimizer_is_a_meta_optimizer_and_moves_like_its_own_update(meta_op
         }
         opt = opt or meta_optimizer.init(m)
         if i > 0:
-            m, opt = meta_optimizer.update(steer.hyper, m, opt, pulled)
-        state, _ = online.advance(steer, state, seen)
+            m, opt = meta_optimizer.update(outer_meta.hyper, m, opt, pulled)
+        state, _ = online.advance(outer_meta, state, seen)
         assert_near({f"precond.{k}": x for k, x in state.meta.precond.items()}, m, 1e-13)
 
 
@@ -184,8 +184,8 @@ def test_a_tower_learns_the_meta_learning_rate_by_the_derivative_through_both_st
     training, meta, carry = descent()
     lower = Online(training, SGD(), guards=())
     upper = Online(lower, SGD(), ("hyper.lr",), guards=())
-    steer = lower.meta(meta, SGD().hyper(lr=0.01))
-    before, after = states(upper, SGD().hyper(lr=1e-3), steer, lower.init(meta, carry), [None] * 6)[-2:]
+    outer_meta = lower.meta(meta, SGD().hyper(lr=0.01))
+    before, after = states(upper, SGD().hyper(lr=1e-3), outer_meta, lower.init(meta, carry), [None] * 6)[-2:]
 
     def loss(lr):
         hyper = Meta(SGD().hyper(lr=lr), {})
@@ -203,8 +203,8 @@ def test_a_tower_of_three_storeys_trains():
     first = Online(training, SGD())
     second = Online(first, SGD(), ("hyper.lr",))
     third = Online(second, Adam(), ("hyper.lr",))
-    steer = first.meta(meta, SGD().hyper(lr=0.01))
-    above = second.meta(steer, SGD().hyper(lr=0.1))
-    state = second.init(steer, first.init(meta, carry))
+    outer_meta = first.meta(meta, SGD().hyper(lr=0.01))
+    above = second.meta(outer_meta, SGD().hyper(lr=0.1))
+    state = second.init(outer_meta, first.init(meta, carry))
     ends = states(third, Adam().hyper(lr=0.01), above, state, [None] * 200)
     assert himmelblau(ends[-1].params, None) < 1e-6

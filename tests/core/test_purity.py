@@ -73,17 +73,17 @@ def test_a_training_step_is_pure(setting, make, generator):
 @every("setting", OPTIMIZERS)
 def test_an_online_step_is_pure(setting, family, generator):
     problem = convnet(generator)
-    online, steer, state = learner(problem, setting, family, generator)
-    state = run(online, steer, state, problem.batches[:2])
-    assert_pure(online.step, steer, state, problem.batches[2])
+    online, outer_meta, state = learner(problem, setting, family, generator)
+    state = run(online, outer_meta, state, problem.batches[:2])
+    assert_pure(online.step, outer_meta, state, problem.batches[2])
 
 
 @every("family", FAMILIES)
 @every("setting", OPTIMIZERS)
 def test_updates_and_pullbacks_are_pure(setting, family, generator):
     problem = convnet(generator)
-    online, steer, state = learner(problem, setting, family, generator)
-    state = run(online, steer, state, problem.batches[:2])
+    online, outer_meta, state = learner(problem, setting, family, generator)
+    state = run(online, outer_meta, state, problem.batches[:2])
     grads = state.last_seen.grads
     credit, _ = online.training.credited(state.meta, state.memory, grads)
     assert_pure(online.training.pullback, state.meta, Last(state.last_carry, state.last_seen, credit), grads)
@@ -94,8 +94,8 @@ def test_updates_and_pullbacks_are_pure(setting, family, generator):
 def test_a_module_is_never_changed_by_its_training(generator):
     problem = convnet(generator)
     before, modes = copy.deepcopy(problem.model.state_dict()), [m.training for m in problem.model.modules()]
-    online, steer, state = learner(problem, OPTIMIZERS["adam"], Spatial(), generator)
-    assert_pure(lambda: run(online, steer, state, problem.batches))
+    online, outer_meta, state = learner(problem, OPTIMIZERS["adam"], Spatial(), generator)
+    assert_pure(lambda: run(online, outer_meta, state, problem.batches))
     assert_same_bits(problem.model.state_dict(), before)
     assert [m.training for m in problem.model.modules()] == modes
     assert all(p.grad is None and p.requires_grad for p in problem.model.parameters())
@@ -120,11 +120,11 @@ def test_vmap_over_a_hyperparameter_is_a_loop(setting, field, make, generator):
 @every("setting", OPTIMIZERS)
 def test_vmap_over_seeds_is_a_loop(setting, make, generator):
     problem = make(generator)
-    online, steer, state = learner(problem, setting, LowRank(rank=2), generator)
+    online, outer_meta, state = learner(problem, setting, LowRank(rank=2), generator)
 
     def trained(params):
         carry = Carry(params, setting.optimizer.init(params), problem.buffers)
-        return run(online, steer, online.init(state.meta, carry), problem.batches[:3])
+        return run(online, outer_meta, online.init(state.meta, carry), problem.batches[:3])
 
     seeds = [moved(problem.params, generator) for _ in range(3)]
     assert_near(
@@ -135,11 +135,11 @@ def test_vmap_over_seeds_is_a_loop(setting, make, generator):
 @every("family", {k: f for k, f in FAMILIES.items() if not k.endswith("identity")})
 def test_vmap_over_what_is_learned_is_a_loop(family, generator):
     problem = convnet(generator)
-    online, steer, state = learner(problem, OPTIMIZERS["nesterov, decayed"], family, generator)
+    online, outer_meta, state = learner(problem, OPTIMIZERS["nesterov, decayed"], family, generator)
 
     def trained(precond):
         meta = Meta(state.meta.hyper, precond)
-        return run(online, steer, online.init(meta, state.carry), problem.batches[:3])
+        return run(online, outer_meta, online.init(meta, state.carry), problem.batches[:3])
 
     several = [moved(state.meta.precond, generator, 0.1) for _ in range(3)]
     assert_near(
@@ -151,12 +151,12 @@ def test_vmap_over_what_is_learned_is_a_loop(family, generator):
 @every("family", FAMILIES)
 def test_the_derivative_through_online_steps_is_that_of_finite_differences(family, make, generator):
     problem = make(generator)
-    online, steer, state = learner(problem, OPTIMIZERS["nesterov, decayed"], family, generator)
+    online, outer_meta, state = learner(problem, OPTIMIZERS["nesterov, decayed"], family, generator)
     leaves = {k: leaf for k, leaf in tree.named(state.meta).items() if not k.endswith("time")}
     ways = {k: torch.randn(leaf.shape, generator=generator) for k, leaf in leaves.items()}
 
     def final(factor):
-        meta = Meta(tree.scale(steer.hyper, 1 + factor), {})
+        meta = Meta(tree.scale(outer_meta.hyper, 1 + factor), {})
         learned = {k: leaves[k] * (1 + factor * way) for k, way in ways.items()}
         start = online.init(tree.replace(state.meta, learned), state.carry)
         return online.evaluate(run(online, meta, start, problem.batches[:3]), problem.batches[3]).value
@@ -172,11 +172,11 @@ def test_the_derivative_through_online_steps_is_finite_where_learning_starts(fam
     training = problem.training(SGD(), family)
     meta = training.meta(problem.params, SGD().hyper(lr=0.1), generator)
     online = Online(training, SGD(), LEARN if tree.leaves(meta.precond) else LEARN[1:])
-    steer, carry = online.meta(meta, SGD().hyper(lr=0.1)), training.init(problem.params, problem.buffers)
+    outer_meta, carry = online.meta(meta, SGD().hyper(lr=0.1)), training.init(problem.params, problem.buffers)
 
     def final(meta):
         return online.evaluate(
-            run(online, steer, online.init(meta, carry), problem.batches[:3]), problem.batches[3]
+            run(online, outer_meta, online.init(meta, carry), problem.batches[:3]), problem.batches[3]
         ).value
 
     assert tree.all_finite(grad(final)(meta))
@@ -187,12 +187,12 @@ def test_a_compiled_online_step_is_the_eager_one(generator):
     training = problem.training(Momentum(), Spatial())
     meta = training.meta(problem.params, Momentum().hyper(lr=0.05), generator)
     online = Online(training, Adam(), LEARN)
-    steer = online.meta(meta, Adam().hyper(lr=0.01))
+    outer_meta = online.meta(meta, Adam().hyper(lr=0.01))
     state = online.init(meta, training.init(problem.params, problem.buffers))
     compiled, eager = torch.compile(online.step, fullgraph=True), online.step
     ours = theirs = state
     for batch in problem.batches[:3]:
-        ours, theirs = compiled(steer, ours, batch)[0], eager(steer, theirs, batch)[0]
+        ours, theirs = compiled(outer_meta, ours, batch)[0], eager(outer_meta, theirs, batch)[0]
     assert_near(ours, theirs, rtol=1e-10, size=1.0)
 
 
@@ -201,9 +201,9 @@ def test_a_compiled_learner_of_a_learner_is_the_eager_one(generator):
     params, batches = {"w": torch.randn(3, generator=generator)}, torch.randn(3, 3, generator=generator)
     meta, carry = training.meta(params, SGD().hyper(lr=0.1)), training.init(params)
     online = Online(training, SGD(), ("hyper.lr",))
-    steer, state = online.meta(meta, SGD().hyper(lr=0.1)), online.init(meta, carry)
+    outer_meta, state = online.meta(meta, SGD().hyper(lr=0.1)), online.init(meta, carry)
     tower = Online(online, SGD(), ("hyper.lr",))
-    top, both = tower.meta(steer, SGD().hyper(lr=0.1)), tower.init(steer, state)
+    top, both = tower.meta(outer_meta, SGD().hyper(lr=0.1)), tower.init(outer_meta, state)
     compiled, eager = torch.compile(tower.step, fullgraph=True), tower.step
     ours = theirs = both
     for batch in batches:

@@ -461,11 +461,11 @@ def test_a_seeded_loss_without_a_seed_says_how_to_give_one():
 def test_torch_compile_follows_a_seeded_online_step(generator):
     _, (training, _, meta, carry, batches) = encoder(generator)
     online = Online(training, Adam(), ("hyper.lr",))
-    steer, state = online.meta(meta, Adam().hyper(lr=0.01)), online.init(meta, carry)
+    outer_meta, state = online.meta(meta, Adam().hyper(lr=0.01)), online.init(meta, carry)
     step = torch.compile(online.step, fullgraph=True, backend="eager")
     ours = theirs = state
     for batch in batches[:2]:
-        ours, theirs = step(steer, ours, batch)[0], online.step(steer, theirs, batch)[0]
+        ours, theirs = step(outer_meta, ours, batch)[0], online.step(outer_meta, theirs, batch)[0]
     assert_near(ours, theirs, 1e-12, size=1.0)
 
 

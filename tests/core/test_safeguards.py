@@ -190,11 +190,11 @@ def test_a_null_step_comes_back_from_where_the_loss_is_not_finite():
 def test_a_null_step_takes_the_last_step_again_with_what_was_learned_from_it():
     training, meta, carry = descent(start=(0.0, 4.0), lr=0.02)
     online = Online(training, SGD(), credit="gradient", null_step=True)
-    steer, state = online.meta(meta, SGD().hyper(lr=0.1)), online.init(meta, carry)
+    outer_meta, state = online.meta(meta, SGD().hyper(lr=0.1)), online.init(meta, carry)
     rose = 0
     for _ in range(100):
         before = state
-        state, info = online.step(steer, state, None)
+        state, info = online.step(outer_meta, state, None)
         if info["rose"]:
             rose += 1
             retaken, _ = training.advance(state.meta, before.last_carry, before.last_seen)
@@ -210,10 +210,10 @@ def test_the_default_guard_brings_every_start_home_where_the_bare_rule_fails():
 
     def failures(guards):
         online = Online(training, SGD(), guards=guards)
-        steer = online.meta(meta, SGD().hyper(lr=0.1))
+        outer_meta = online.meta(meta, SGD().hyper(lr=0.1))
         state = vmap(lambda start: online.init(meta, training.init({"x": start})))(starts)
         reached = torch.zeros(len(starts), dtype=torch.bool)
-        step = vmap(lambda state: online.step(steer, state, None))
+        step = vmap(lambda state: online.step(outer_meta, state, None))
         for _ in range(400):
             state, info = step(state)
             reached |= info["value"] < 1e-6

@@ -141,12 +141,12 @@ def test_an_online_learner_takes_a_constant_schedule_for_the_plain_optimizer(set
         training = problem.training(optimizer, Dense())
         meta = training.meta(problem.params, hyper)
         online = Online(training, Adam())
-        steer, state = (
+        outer_meta, state = (
             online.meta(meta, Adam().hyper(lr=0.01)),
             online.init(meta, training.init(problem.params)),
         )
         for batch in problem.batches:
-            state, _ = online.step(steer, state, batch)
+            state, _ = online.step(outer_meta, state, batch)
         ends.append(state)
     assert_same_bits(ends[1].params, ends[0].params)
     assert_same_bits(ends[1].meta.precond, ends[0].meta.precond)
@@ -322,9 +322,12 @@ def test_a_hypergradient_moves_each_entry_by_its_own_name(generator):
     assert isinstance(meta, Meta)
     assert set(tree.named(meta)) == {"hyper.lr", "hyper.weight_decay"}
     online = Online(training, SGD(), ("hyper.lr",), guards=())
-    steer, state = online.meta(meta, SGD().hyper(lr=0.1)), online.init(meta, training.init(problem.params))
+    outer_meta, state = (
+        online.meta(meta, SGD().hyper(lr=0.1)),
+        online.init(meta, training.init(problem.params)),
+    )
     for batch in problem.batches[:2]:  # the second step learns from the first, which used the first entry
-        state, _ = online.step(steer, state, batch)
+        state, _ = online.step(outer_meta, state, batch)
     assert state.meta.hyper.lr[0] != 0.1
     assert torch.equal(state.meta.hyper.lr[1:], meta.hyper.lr[1:])
 

@@ -112,7 +112,7 @@ def test_a_direction_says_how_far_each_learned_number_moves(generator):
 def test_metasmoothness_of_an_online_learner_is_that_of_its_params():
     training, meta, carry = of(squares, [1.0, 1.0], lr=0.05)
     online = Online(training, SGD(), learn=LR, guards=())
-    steer, state = online.meta(meta, SGD().hyper(lr=0.3)), online.init(meta, carry)
+    outer_meta, state = online.meta(meta, SGD().hyper(lr=0.3)), online.init(meta, carry)
     batches = 6 * [tensor(1.0, 3.0)]
     ends = []
     for k in range(3):
@@ -120,7 +120,7 @@ def test_metasmoothness_of_an_online_learner_is_that_of_its_params():
         for batch in batches:
             after, _ = online.step(Meta(SGD().hyper(lr=0.3 * math.exp(0.5 * k)), {}), after, batch)
         ends.append(after.params["w"].numpy())
-    found = diagnostics.metasmoothness(online, steer, state, batches, LR, h=0.5)
+    found = diagnostics.metasmoothness(online, outer_meta, state, batches, LR, h=0.5)
     close(found["metasmoothness/w"].item(), by_formula(*ends), rtol=1e-12, atol=0)
 
 

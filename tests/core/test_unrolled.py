@@ -52,9 +52,9 @@ def remaining(carry):
 
 def learn(learner, hyper, meta, outer_loss, carry, batches, steps):
     """Return the state after some steps of meta from the same carry, and the info of each."""
-    steer, state, infos = learner.meta(meta, hyper), learner.init(meta), []
+    outer_meta, state, infos = learner.meta(meta, hyper), learner.init(meta), []
     for _ in range(steps):
-        state, _, info = learner.step(steer, state, outer_loss, carry, batches)
+        state, _, info = learner.step(outer_meta, state, outer_loss, carry, batches)
         infos.append(info)
     return state, infos
 
@@ -92,12 +92,12 @@ def test_the_carry_after_the_horizon_starts_the_next(generator):
     problem, setting = mlp(generator), OPTIMIZERS["adam, short"]
     training, meta, carry, outer = prepared(problem, setting.optimizer, setting.hyper(), None, generator)
     learner = Unrolled(training, Adam())
-    steer, state = learner.meta(meta, Adam().hyper(lr=0.1)), learner.init(meta)
+    outer_meta, state = learner.meta(meta, Adam().hyper(lr=0.1)), learner.init(meta)
     after, expected = carry, carry
     for _ in range(2):
         for batch in problem.batches:
             expected, _ = training.step(state.meta, expected, batch)
-        state, after, _ = learner.step(steer, state, outer, after, problem.batches)
+        state, after, _ = learner.step(outer_meta, state, outer, after, problem.batches)
         assert_near(after, expected, rtol=1e-12)
 
 
@@ -153,25 +153,25 @@ def test_an_online_learners_own_learning_rate_is_learned_over_a_horizon(generato
     training = problem.training(SGD(), Dense())
     meta, carry = training.meta(problem.params, SGD().hyper(lr=0.1)), training.init(problem.params)
     online = Online(training, SGD())
-    steer, below = online.meta(meta, SGD().hyper(lr=0.01)), online.init(meta, carry)
+    outer_meta, below = online.meta(meta, SGD().hyper(lr=0.01)), online.init(meta, carry)
 
-    def final(steer):
+    def final(outer_meta):
         state = below
         for batch in problem.batches[:-1]:
-            state, _ = online.step(steer, state, batch)
+            state, _ = online.step(outer_meta, state, batch)
         return online.evaluate(state, problem.batches[-1]).value
 
     state, _ = learn(
         Unrolled(online, SGD()),
         SGD().hyper(lr=2.0),
-        steer,
+        outer_meta,
         lambda state: online.evaluate(state, problem.batches[-1]).value,
         below,
         problem.batches[:-1],
         1,
     )
-    lr = steer.hyper.lr
-    expected = lr * torch.exp(-2.0 * lr * grad(final)(steer).hyper.lr)
+    lr = outer_meta.hyper.lr
+    expected = lr * torch.exp(-2.0 * lr * grad(final)(outer_meta).hyper.lr)
     torch.testing.assert_close(state.meta.hyper.lr, expected, rtol=1e-12, atol=0)
     assert state.meta.hyper.lr != lr
 
@@ -267,8 +267,8 @@ def test_a_step_is_pure(generator):
     training, meta, carry, outer = prepared(problem, Scheduled(Adam()), hyper, Diagonal(), generator)
     learner = Unrolled(training, Adam(), ("hyper.lr", "precond"), clip=0.1)
 
-    def step(steer, state, carry, batches):
-        state, after, info = learner.step(steer, state, outer, carry, batches)
+    def step(outer_meta, state, carry, batches):
+        state, after, info = learner.step(outer_meta, state, outer, carry, batches)
         return state, after, info | {"notes": torch.tensor(len(info["notes"]))}
 
     assert_pure(step, learner.meta(meta, Adam().hyper(lr=0.1)), learner.init(meta), carry, problem.batches)
@@ -310,9 +310,9 @@ REFUSED = {
 }
 
 
-def learn_with(steer):
+def learn_with(outer_meta):
     learner, meta, carry = slope()
-    return learner.step(steer, learner.init(meta), remaining, carry, [torch.tensor(1.0)])
+    return learner.step(outer_meta, learner.init(meta), remaining, carry, [torch.tensor(1.0)])
 
 
 @every("act, words", REFUSED)

@@ -116,8 +116,8 @@ def test_an_online_learner_is_differentiated_like_any_training(order, generator)
         convnet, OPTIMIZERS["heavy ball"], LowRank(2), generator, steps=6
     )
     online = Online(training, Adam(), ("precond", "hyper.lr"), order=order)
-    steer, state = online.meta(meta, Adam().hyper(lr=0.01)), online.init(meta, carry)
-    problem = (online, lambda state: outer_loss(state.carry), steer, state, batches)
+    outer_meta, state = online.meta(meta, Adam().hyper(lr=0.01)), online.init(meta, carry)
+    problem = (online, lambda state: outer_loss(state.carry), outer_meta, state, batches)
     expected = autograd(*problem)
     assert expected.grads.hyper.lr.abs() > 1e-4
     for estimator in KEEPS.values():

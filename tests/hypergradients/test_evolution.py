@@ -161,10 +161,12 @@ def test_online_learning_has_a_derivative(generator):
     problem = mlp(generator)
     training, outer_loss, meta, carry = prepared(problem, OPTIMIZERS["heavy ball"], Scalar(), generator)
     online = Online(training, Adam(), learn=("precond", "hyper.lr"))
-    steer, state = online.meta(meta, Adam().hyper(lr=0.05)), online.init(meta, carry)
+    outer_meta, state = online.meta(meta, Adam().hyper(lr=0.05)), online.init(meta, carry)
     estimator = Evolution(LR, pairs=500, sigma=1e-3)
-    estimate = estimator(online, outer_loss, steer, estimator.init(state, generator), problem.batches[:4])
-    exact = autograd(online, outer_loss, steer, state, problem.batches[:4]).grads
+    estimate = estimator(
+        online, outer_loss, outer_meta, estimator.init(state, generator), problem.batches[:4]
+    )
+    exact = autograd(online, outer_loss, outer_meta, state, problem.batches[:4]).grads
     assert deviations(estimate, exact).abs().max() < 4
 
 

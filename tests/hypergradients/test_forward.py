@@ -68,12 +68,12 @@ def test_forward_goes_through_online_learning(setting, generator):
     problem = convnet(generator)
     training, _, meta, carry = prepared(problem, setting, LowRank(rank=2), generator)
     online = Online(training, Adam(), learn=("precond", "hyper.lr"))
-    steer, state = online.meta(meta, Adam().hyper(lr=0.01, weight_decay=0.1)), online.init(meta, carry)
+    outer_meta, state = online.meta(meta, Adam().hyper(lr=0.01, weight_decay=0.1)), online.init(meta, carry)
 
     def outer_loss(state):
         return problem.loss(state.params, state.buffers, problem.batches[4])[0] + state.meta.hyper.lr
 
-    window = (online, outer_loss, steer, state, problem.batches[:4])
+    window = (online, outer_loss, outer_meta, state, problem.batches[:4])
     assert_near(forward(*window).grads, autograd(*window).grads, rtol=1e-10)
 
 

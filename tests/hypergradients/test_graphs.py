@@ -135,9 +135,9 @@ def test_nor_does_it_in_plain_steps_or_online():
     after, info = training.step(meta, carry, x)
     assert not any(leaf.requires_grad for leaf in tree.leaves((after, info)))
     online = Online(training, Adam(), ("hyper.lr",))
-    steer, state = online.meta(meta, Adam().hyper(lr=0.1)), online.init(meta, carry)
+    outer_meta, state = online.meta(meta, Adam().hyper(lr=0.1)), online.init(meta, carry)
     for _ in range(3):
-        state, _ = online.step(steer, state, x)
+        state, _ = online.step(outer_meta, state, x)
     assert not any(leaf.requires_grad for leaf in tree.leaves(state))
 
 

@@ -214,10 +214,10 @@ def test_online_by_closed_form_steps_as_by_autograd(program, meta_optimizer, met
         Online(training, meta_optimizer, tuple(inside), credit="gradient", hypergradient=hypergradient)
         for hypergradient in (closed_form, by_autograd)
     )
-    steer, state = closed.meta(meta, meta_optimizer.hyper(lr=meta_lr)), closed.init(meta, carry)
+    outer_meta, state = closed.meta(meta, meta_optimizer.hyper(lr=meta_lr)), closed.init(meta, carry)
     for batch in batches:
-        expected, _ = whole.step(steer, state, batch)
-        state, _ = closed.step(steer, state, batch)
+        expected, _ = whole.step(outer_meta, state, batch)
+        state, _ = closed.step(outer_meta, state, batch)
         assert_near(state, expected, rtol=1e-9, size=1.0)
 
 

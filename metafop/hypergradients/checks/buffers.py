@@ -28,8 +28,8 @@ class MissedBuffers:
 
     def __init__(self, training: Trains, start: Any, steps: int, skip: Skip, continued: bool = False) -> None:
         self.training, self.start, self.continued = training, start, continued
-        looks = "buffers" not in skip and not tree.is_transforming() and (steps > 1 or continued)
-        self.outer = looks and any(tree.is_inexact(b) for b in start.buffers.values())
+        checked = "buffers" not in skip and not tree.is_transforming() and (steps > 1 or continued)
+        self.outer = checked and any(tree.is_inexact(b) for b in start.buffers.values())
         steps_seen = {steps - 1} if continued else {t for t in (2, steps - 1) if t > 1}
         self.steps = steps_seen if self.outer else set()
         self.names: frozenset[str] = frozenset()
