@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -98,14 +98,12 @@ class _InnerAlone(TorchFunctionMode):
         if func in _STOP_INSIDE:
             with self:  # so that what it calls is seen
                 return _STOP_INSIDE[func](*args, **kwargs)
+        if func in _TO_NUMBERS or _is_foreign(func):
+            self._note("unknown", _name(func), (args, kwargs))
         if func in _DETACH:
             self._note("stopped", "detach", args)
             return self._constant(args[0])
-        if not torch.is_grad_enabled():
-            return self._without_grad(func, args, kwargs)
-        if func in _TO_NUMBERS or _is_foreign(func):
-            self._note("unknown", _name(func), (args, kwargs))
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if torch.is_grad_enabled() else self._without_grad(func, args, kwargs)
 
     def _without_grad(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call a function as no_grad does for derivatives of this level, and record it for those around."""
@@ -113,12 +111,13 @@ class _InnerAlone(TorchFunctionMode):
         if not given:
             return func(*args, **kwargs)
         self._note("stopped", "no_grad", given)
-        into, named = args[:1] if _writes(func) else (), dict(kwargs)
-        out = named.pop("out", None)
+        kind, named = _kind(func), dict(kwargs)
+        into, out = args[:1] if kind == "writes" else (), named.pop("out", None)
         target = tree.map(self._constant, (into, out))
         with torch.enable_grad():
-            # Copies, for what is recorded of them must outlast what is written into them later.
-            others = tree.map(lambda x: _copy(self._constant(x)), (args[len(into) :], named))
+            others = tree.map(self._constant, (args[len(into) :], named))
+            if kind != "views":  # what is recorded of them must outlast what is written into them later
+                others = tree.map(_copy, others)
             result = func(*target[0], *others[0], **others[1])
             if out is not None:  # as torch.autograd does not record it
                 target[1].copy_(result)
@@ -128,9 +127,10 @@ class _InnerAlone(TorchFunctionMode):
     def _constant(self, x: Any) -> Any:
         return tree.without_levels(x, self.level)
 
-    def _note(self, kind: str, what: str, given: Any) -> None:
-        record = _record.get()
-        if record is not None and any(tree.is_tracked_from(x, self.level) for x in tree.leaves(given)):
+    def _note(self, kind: Literal["stopped", "unknown"], what: str, given: Any) -> None:
+        """Record what is done to tensors that a gradient depends on or, once it is stopped, a run."""
+        record, level = _record.get(), self.level if kind == "stopped" else 0
+        if record is not None and any(tree.is_tracked_from(x, level) for x in tree.leaves(given)):
             getattr(record, kind)[f"{what} ({_place()})"] = None
 
 
@@ -147,10 +147,12 @@ def _place() -> str:
     return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}" if frame else "torch"
 
 
-def _writes(func: Any) -> bool:
-    """Return whether a function writes into its first argument."""
+def _kind(func: Any) -> Literal["writes", "views", "computes"]:
+    """Return whether a function writes into its first argument, returns a part of its memory, or neither."""
     name = getattr(func, "__name__", "")
-    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+    if name in _WRITING or (name.endswith("_") and not name.endswith("__")):
+        return "writes"
+    return "views" if name in _VIEWS else "computes"
 
 
 def _copy(x: Any) -> Any:
@@ -159,15 +161,21 @@ def _copy(x: Any) -> Any:
 
 def _is_foreign(func: Any) -> bool:
     """Return whether a function is none of torch's public ones, whose second derivatives torch tests."""
-    if isinstance(
-        func, torch._ops.OperatorBase | torch._ops.OpOverloadPacket
-    ):  # torch.ops, autograd.Function
+    if isinstance(func, torch._ops.OperatorBase | torch._ops.OpOverloadPacket):  # or autograd.Function
         return True
     name = getattr(func, "__name__", "")
     return name == "as_strided_scatter" or (name.startswith("_") and not name.startswith("__"))
 
 
 _WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow"))}
+# None of these records its argument's numbers. "__get__" is that of a property, such as T.
+_VIEWS = {
+    *("__get__", "__getitem__", "as_strided", "broadcast_to", "chunk", "diagonal", "dsplit", "expand"),
+    *("expand_as", "flatten", "hsplit", "imag", "movedim", "moveaxis", "narrow", "permute", "ravel", "real"),
+    *("reshape", "reshape_as", "select", "split", "squeeze", "swapaxes", "swapdims", "t", "tensor_split"),
+    *("transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as", "view_as_complex"),
+    *("view_as_real", "vsplit"),
+}
 # What takes numbers out of tensors.
 _TO_NUMBERS = {
     Tensor.item,

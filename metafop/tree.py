@@ -1,6 +1,7 @@
-"""Arithmetic on trees of tensors, and leaves by name. Here is what we use of torch that is private.
+"""Arithmetic on trees of tensors, leaves by name, and in which transform of torch.func code runs.
 
-(All but its compiler: hypergradients/compiling.)
+torch has neither trees nor the state of its transforms in public: its private functions for them are used
+here alone.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -127,6 +127,15 @@ def in_several_operations(z, y):
     return (z.tanh() * b - y).square().mean()
 
 
+def through_views(z, y):
+    a = z.tanh().clone()
+    with torch.no_grad():
+        a[0].mul_(3.0)
+        a.view(-1)[4:8].add_(a.T.reshape(-1)[4:8].square())
+        a[:, 1] *= 2
+    return (a * z - y).square().mean()
+
+
 def inside_vmap(z, y):
     return vmap(detached)(z, y).mean()
 
@@ -148,13 +157,24 @@ STOPPED = {
     "data": by_data,
     "in place": in_place,
     "several operations": in_several_operations,
+    "views": through_views,
     "vmap": inside_vmap,
     "another derivative": inside_another_derivative,
     "a clamp of torch": lambda z, y: gaussian_nll_loss(z.tanh(), y, z.square(), eps=0.3),
 }
+
+
+def item_without_grad(z, y):
+    with torch.no_grad():
+        size = z.square().mean().item()
+    return (z.tanh() - y).square().mean() * size
+
+
 HIDDEN = {
     "float": through_python,
     "item": lambda z, y: (z.tanh() - y).square().mean() * z.square().mean().item(),
+    "item, detached": lambda z, y: (z.tanh() - y).square().mean() * z.detach().square().mean().item(),
+    "item, without grad": item_without_grad,
     "tolist": lambda z, y: (z.tanh() - y).square().mean() * sum(z.square().mean(0).tolist()),
     "a new tensor": lambda z, y: ((z.tanh() - y).square() * torch.tensor(z)).mean(),
     "a wrong second derivative": lambda z, y: (Wrong.apply(z) - y).square().mean(),
