@@ -252,11 +252,11 @@ def test_what_was_compiled_for_one_form_is_not_used_for_another():
         assert_same_estimate(Adjoint(compile=True)(training, *call), autograd(training, *call), rtol)
 
 
-def test_a_loss_that_looks_at_values_is_not_compiled():
+def test_a_loss_that_reads_values_is_not_compiled():
     loss = functional.plain(lambda params, batch: params["w"].sum() * (2 if params["w"].sum() > 0 else 1))
     training, params = Training(loss, Momentum()), {"w": torch.ones(2)}
     meta, carry = training.meta(params, Momentum().hyper(lr=0.1)), training.init(params)
-    with pytest.raises(RuntimeError, match=r"looks at the values .* Use torch.where"):
+    with pytest.raises(RuntimeError, match=r"reads the values .* Use torch.where"):
         Adjoint(compile=True)(training, lambda carry: carry.params["w"].sum(), meta, carry, [None])
 
 
