@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from metafop import tree
+from metafop.hidden_derivatives import hides_a_derivative
 from metafop.randomness.mode import unasked
 
 
@@ -24,8 +25,8 @@ from metafop.randomness.mode import unasked
 class Record:
     """What a loss was seen to do to its derivatives, and in which lines: "detach (model.py, line 12)".
 
-    `stopped` are gradients that it stops. `unknown` is what hides a derivative: numbers taken out of tensors,
-    and functions whose second derivative is not torch's own.
+    `stopped` are gradients that it stops. `unknown` is what may hide a derivative: numbers taken out of
+    tensors, and functions whose second derivative is not known to be right.
     """
 
     stopped: dict[str, None] = field(default_factory=dict)
@@ -95,34 +96,42 @@ class _InnerAlone(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _STOP_INSIDE:
+        if func in _CALL_OTHERS:
             with self:  # so that what it calls is seen
-                return _STOP_INSIDE[func](*args, **kwargs)
-        if func in _TO_NUMBERS or _is_foreign(func):
-            self._note("unknown", _name(func), (args, kwargs))
+                return _CALL_OTHERS[func](*args, **kwargs)
+        if name := hides_a_derivative(func, args, kwargs, self.level):
+            self._note("unknown", name, (args, kwargs))
         if func in _DETACH:
             self._note("stopped", "detach", args)
             return self._constant(args[0])
+        if func in _DETACH_IN_PLACE:
+            raise NotImplementedError(
+                f"The loss calls detach_ ({_place()}), which changes a tensor in a way that the derivative "
+                "of a run cannot follow. Write x = x.detach()."
+            )
         return func(*args, **kwargs) if torch.is_grad_enabled() else self._without_grad(func, args, kwargs)
 
     def _without_grad(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call a function as no_grad does for derivatives of this level, and record it for those around."""
-        given = [x for x in tree.leaves((args, kwargs)) if isinstance(x, Tensor) and tree.is_wrapped(x)]
-        if not given:
+        """Call a function as no_grad does for derivatives of this level, and record it for those around.
+
+        It is given copies, and what it writes is copied back: what is recorded must outlast later writes,
+        which no_grad allows.
+        """
+        if not any(isinstance(x, Tensor) and tree.is_wrapped(x) for x in tree.leaves((args, kwargs))):
             return func(*args, **kwargs)
-        self._note("stopped", "no_grad", given)
-        kind, named = _kind(func), dict(kwargs)
-        into, out = args[:1] if kind == "writes" else (), named.pop("out", None)
-        target = tree.map(self._constant, (into, out))
-        with torch.enable_grad():
-            others = tree.map(self._constant, (args[len(into) :], named))
-            if kind != "views":  # what is recorded of them must outlast what is written into them later
-                others = tree.map(_copy, others)
-            result = func(*target[0], *others[0], **others[1])
-            if out is not None:  # as torch.autograd does not record it
-                target[1].copy_(result)
-                return out
-        return args[0] if into else result
+        self._note("stopped", "no_grad", (args, kwargs))
+        out = kwargs.get("out")
+        others = {k: v for k, v in kwargs.items() if k != "out"}  # torch.autograd does not record it
+        with torch.inference_mode(False), torch.enable_grad():
+            given = _Given(self.level, copied=getattr(func, "__name__", "") not in _VIEWS)
+            result = given.returned(func(*tree.map(given, args), **tree.map(given, others)))
+            if out is None:
+                return result
+            for target, made in zip(tree.leaves(out), tree.leaves(result), strict=True):
+                if target.shape != made.shape:
+                    target.resize_(made.shape)
+                self._constant(target).copy_(made)
+            return out
 
     def _constant(self, x: Any) -> Any:
         return tree.without_levels(x, self.level)
@@ -134,9 +143,40 @@ class _InnerAlone(TorchFunctionMode):
             getattr(record, kind)[f"{what} ({_place()})"] = None
 
 
-def _name(func: Any) -> str:
-    name = getattr(func, "__name__", str(func)).strip("_")
-    return "autograd.Function" if name == "custom_function_call" else name
+class _Given:
+    """What a function is given for the tensors of a call, one for each: constants of a level, or copies."""
+
+    def __init__(self, level: int, copied: bool) -> None:
+        self.level, self.copied = level, copied
+        self.tensors: dict[int, tuple[Tensor, Tensor, Tensor, int]] = {}
+
+    def __call__(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not tree.is_wrapped(x):
+            return x
+        if id(x) not in self.tensors:
+            constant = tree.without_levels(x, self.level)
+            passed = constant.clone() if self.copied else constant
+            self.tensors[id(x)] = (x, constant, passed, _version(passed))
+        return self.tensors[id(x)][2]
+
+    def returned(self, result: Any) -> Any:
+        """Return what the function returned: its arguments where it returned these, written into or not."""
+        arguments = {id(passed): x for x, _, passed, _ in self.tensors.values()}
+        for _, constant, passed, version in self.tensors.values():
+            if self.copied and _version(passed) != version:
+                constant.copy_(passed)
+        copied = self.copied
+
+        def own(x: Any) -> Any:
+            if id(x) in arguments:
+                return arguments[id(x)]
+            return x.clone() if copied and isinstance(x, Tensor) else x
+
+        return tree.map(own, result)
+
+
+def _version(x: Tensor) -> int:
+    return tree.unwrapped(x)._version
 
 
 def _place() -> str:
@@ -147,53 +187,23 @@ def _place() -> str:
     return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}" if frame else "torch"
 
 
-def _kind(func: Any) -> Literal["writes", "views", "computes"]:
-    """Return whether a function writes into its first argument, returns a part of its memory, or neither."""
-    name = getattr(func, "__name__", "")
-    if name in _WRITING or (name.endswith("_") and not name.endswith("__")):
-        return "writes"
-    return "views" if name in _VIEWS else "computes"
-
-
-def _copy(x: Any) -> Any:
-    return x.clone() if isinstance(x, Tensor) and tree.is_wrapped(x) else x
-
-
-def _is_foreign(func: Any) -> bool:
-    """Return whether a function is none of torch's public ones, whose second derivatives torch tests."""
-    if isinstance(func, torch._ops.OperatorBase | torch._ops.OpOverloadPacket):  # or autograd.Function
-        return True
-    name = getattr(func, "__name__", "")
-    return name == "as_strided_scatter" or (name.startswith("_") and not name.startswith("__"))
-
-
-_WRITING = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow"))}
-# None of these records its argument's numbers. "__get__" is that of a property, such as T.
+_DETACH = {Tensor.detach, torch.detach, vars(torch._C.TensorBase)["data"].__get__}
+_DETACH_IN_PLACE = {Tensor.detach_, torch.detach_}
+# Functions of torch that stop a gradient inside, or call what the user wrote: hooks, backward of a function.
+_CALL_OTHERS: dict[Any, Callable[..., Any]] = {
+    each: unasked(each)
+    for each in (
+        F.gumbel_softmax,
+        F.gaussian_nll_loss,
+        torch.autograd.grad,
+    )
+}
+# What they return lies in the memory of their argument, and none of them records its numbers. "__get__" is
+# that of a property, such as T.
 _VIEWS = {
     *("__get__", "__getitem__", "as_strided", "broadcast_to", "chunk", "diagonal", "dsplit", "expand"),
     *("expand_as", "flatten", "hsplit", "imag", "movedim", "moveaxis", "narrow", "permute", "ravel", "real"),
     *("reshape", "reshape_as", "select", "split", "squeeze", "swapaxes", "swapdims", "t", "tensor_split"),
     *("transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as", "view_as_complex"),
     *("view_as_real", "vsplit"),
-}
-# What takes numbers out of tensors.
-_TO_NUMBERS = {
-    Tensor.item,
-    Tensor.tolist,
-    Tensor.__float__,
-    Tensor.__complex__,
-    Tensor.new_tensor,
-    torch.tensor,
-    torch.as_tensor,
-}
-_DETACH = {
-    Tensor.detach,
-    Tensor.detach_,
-    torch.detach,
-    torch.detach_,
-    vars(torch._C.TensorBase)["data"].__get__,
-}
-# Functions of torch, written in Python, that stop a gradient inside.
-_STOP_INSIDE: dict[Any, Callable[..., Any]] = {
-    each: unasked(each) for each in (F.gumbel_softmax, F.gaussian_nll_loss)
 }

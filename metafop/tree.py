@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 from torch._C._functorch import (
+    CGradInterpreterPtr,
     TransformType,
     _add_batch_dim,
     _wrap_for_grad,
@@ -161,6 +162,16 @@ def is_differentiating() -> bool:
 def transforms() -> int:
     """Return how many transforms of torch.func this code runs inside: the level of the innermost."""
     return len(get_interpreter_stack() or ())
+
+
+def is_without_grad_from(level: int) -> bool:
+    """Return whether a derivative is being taken inside this level, and no_grad holds around that one.
+
+    torch then records nothing for the levels below it, though gradients are enabled.
+    """
+    stack = get_interpreter_stack() or ()
+    inner = (each for each in stack[level:] if each.key() == TransformType.Grad)
+    return any(not CGradInterpreterPtr(each).prevGradMode() for each in inner)
 
 
 def is_surely(condition: Tensor) -> bool:

@@ -158,6 +158,15 @@ _KNOWN = {
         "hypergradient needs. Write it out in other operations (an embedding bag is a mean of embeddings, "
         "cdist the norm of x[:, None] - y), or use evolution."
     ),
+    r"function '?(\w+?)'? is not differentiable with respect to argument '?(\w+?)'?\.": (
+        "torch has no derivative of {0} in its argument {1}, which the loss computes from the parameters. "
+        "To stop a gradient there makes no difference to the derivative of a run. Write {0} out in other "
+        "operations, or use evolution."
+    ),
+    r"is a view and is being modified inplace": (
+        "The loss writes in place into one of several views that unbind, split or chunk return, which torch "
+        "cannot differentiate. Take the parts by indexing, x[0], or compute new tensors."
+    ),
     r"saved tensor hooks": (
         "The loss uses torch.utils.checkpoint, or other hooks on saved tensors, which torch.func cannot "
         "follow. Call the module without it: an Adjoint keeps no graph longer than a step."

@@ -101,7 +101,7 @@ class Adjoint:
         gradient = tree.size(carry.params) if self.compile else 0
         checkpointing = Checkpointing(tree.size(carry), tree.size(carry) + gradient)
         missed = MissedBuffers(training, carry, steps, self.skip)
-        with how.context(), second_derivative(training, how.over, self.skip) as second:
+        with how.context(), second_derivative(training, "reverse", self.skip) as second:
             checks = Checks("repeat" not in self.skip, second, missed)
             there_and_back = BackwardPass(taken, outer_loss, batches, checkpointing, checks)
             done = there_and_back(carry, self._budget(checkpointing, steps))

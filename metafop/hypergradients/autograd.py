@@ -48,13 +48,13 @@ class Autograd:
         missed = MissedBuffers(training, carry, steps, self.skip)
 
         def unrolled(meta: Meta) -> tuple[Tensor, tuple[Any, list[Tensor], dict[int, Any]]]:
-            now, values, looked_at, places = carry, [], {}, frozenset()
+            now, values, looked_at = carry, [], {}
             seen = seen_first = training.evaluate(with_constant_buffers(now), first)
             for t in range(steps):
                 if t > 0:
                     seen = training.evaluate(with_constant_buffers(now), batch_at(batches, t))
-                if t in missed.steps or second.places != places:
-                    looked_at[t], places = now, second.places
+                if t in missed.steps or second.is_due():
+                    looked_at[t] = (now, seen)
                 now, _ = training.advance(meta, with_constant_buffers(now), seen)
                 values.append(seen.value)
                 if t == repeats_after(steps, self.skip):
@@ -67,9 +67,9 @@ class Autograd:
         with how.context(), second_derivative(training, "reverse", self.skip) as second:
             unroll = grad_and_value(unrolled, has_aux=True)
             grads, (value, (after, values, looked_at)) = detached(unroll(meta))
-            for t, now in looked_at.items():
-                second.at(now, batch_at(batches, t))
-                missed.at(t, now, batch_at(batches, t), [values[t]])
+            for t, (now, seen) in looked_at.items():
+                second.look(now, batch_at(batches, t))
+                missed.at(t, now, batch_at(batches, t), seen)
             notes = (*how.notes, *second.notes, missed.note(outer_loss, after, value))
             info = unroll_info(after, value, grads, values, notes=notes)
         if not tree.is_transforming() and info["overflow"] == 0:  # a graph does not tell where it overflowed

@@ -15,7 +15,7 @@ from metafop.hypergradients.checks.repeat import check_repeated, rounding
 from metafop.hypergradients.outer_loss import Cotangent, value_and_cotangent
 from metafop.hypergradients.steps import Kept, Steps
 from metafop.hypergradients.validation import batch_at
-from metafop.types import Batches, Meta, OuterLoss
+from metafop.types import Batches, Meta, OuterLoss, Params, Seen
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class BackwardPass:
             self.sizes.append(size)
             if self.checks.repeated:
                 check_repeated(t, last_seen or [self.values[t]], again, self.slack[t])
-            if self.checks.second_derivative.pending:
-                self.checks.second_derivative.at(self.steps.carry(before), batch_at(self.batches, t))
+            if self.checks.second_derivative.is_due():
+                self.checks.second_derivative.look(self.steps.carry(before), batch_at(self.batches, t))
             last_seen = []
 
     def _turn_around(self, kept: Kept) -> None:
@@ -127,10 +127,16 @@ class BackwardPass:
         self.values.append(seen[0])
         if t in self.checks.buffers.steps:
             here = self.steps.carry(kept)
-            count = 1 + len(here.params)  # the value and the gradients, without the buffers
 
-            def evaluate(other: Any) -> list[Tensor]:
-                return self.steps.forward(t, self.steps.start(other))[1][:count]
+            def evaluate(other: Any) -> Seen:
+                return _seen(here.params, self.steps.forward(t, self.steps.start(other))[1])
 
-            self.checks.buffers.at(t, here, batch_at(self.batches, t), seen[:count], evaluate)
+            self.checks.buffers.at(
+                t, here, batch_at(self.batches, t), _seen(here.params, seen), evaluate=evaluate
+            )
         return after, seen
+
+
+def _seen(params: Params, seen: list[Tensor]) -> Seen:
+    """Return the loss and the gradients that a step saw, without buffers."""
+    return Seen(seen[0], dict(zip(params, seen[1:], strict=False)), {})

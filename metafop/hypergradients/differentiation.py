@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.func import jvp, vjp
+from torch.func import vjp
 
 from metafop import tree
 from metafop.hypergradients.detach import with_constant_buffers
+from metafop.hypergradients.forward_mode import jvp
 from metafop.hypergradients.per_training import PerTraining
 from metafop.hypergradients.step_vjp import Over, gradients
 from metafop.twice_differentiable import TwiceDifferentiable

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vjp, vmap
+from torch.func import vjp, vmap
 
 from metafop import leaf_names, stopped_gradients, tree
 from metafop.hypergradients.checks.buffers import MissedBuffers
@@ -16,6 +16,7 @@ from metafop.hypergradients.checks.hessian import second_derivative
 from metafop.hypergradients.checks.repeat import check_repeated, repeats_after, rounding
 from metafop.hypergradients.detach import detached, with_constant_buffers
 from metafop.hypergradients.differentiation import differentiation
+from metafop.hypergradients.forward_mode import jvp
 from metafop.hypergradients.info import unroll_info
 from metafop.hypergradients.outer_loss import Cotangent, value_and_cotangent
 from metafop.hypergradients.step_vjp import Over
@@ -96,11 +97,12 @@ class Forward:
         with how.context(), second_derivative(training, how.over, self.skip) as second:
             for t in range(steps):
                 batch, before = batch_at(batches, t), after
-                after, value, tangents = detached(step(before, batch, tangents))
-                second.at(before, batch)
-                missed.at(t, before, batch, [value], after=after)
+                after, seen, tangents = detached(step(before, batch, tangents))
+                if second.is_due():
+                    second.look(before, batch)
+                missed.at(t, before, batch, seen, after=after)
                 # Not lists: over many steps, small tensors that stay would scatter the memory of large ones.
-                values = torch.cat([values, value[None]])
+                values = torch.cat([values, seen.value[None]])
                 sizes = torch.cat([sizes, tree.norm(tangents)[None]])
                 if t == repeats_after(steps, self.skip):
                     again = training.evaluate(start, batch_at(batches, 0)).value
@@ -136,7 +138,7 @@ forward = Forward()
 
 @dataclass(frozen=True)
 class _StepJVP:
-    """One step forward: the carry after it, the loss that it saw, and the tangents of the carry.
+    """One step forward: the carry after it, what it saw, and the tangents of the carry.
 
     ġ = H θ̇,    Ċ' = ∂advance/∂carry Ċ + ∂advance/∂g ġ + ∂advance/∂meta
 
@@ -149,7 +151,7 @@ class _StepJVP:
     basis: leaf_names.Leaves  # the direction of every learned number, one a row
     over: Over
 
-    def __call__(self, carry: Any, batch: Batch, tangents: Tangents) -> tuple[Any, Tensor, Tangents]:
+    def __call__(self, carry: Any, batch: Batch, tangents: Tangents) -> tuple[Any, Seen, Tangents]:
         floats, rebuild = tree.partition(carry)
         d_params = rebuild(tangents).params
         seen, d_grads = self._evaluate(carry, batch, d_params)
@@ -164,7 +166,7 @@ class _StepJVP:
 
         here = (self.learned, floats, seen.grads, seen.value)
         tangents, after = _pushed(advance, here, (self.basis, tangents, d_grads, d_value))
-        return after, seen.value, tangents
+        return after, seen, tangents
 
     def _evaluate(self, carry: Any, batch: Batch, d_params: Params) -> tuple[Seen, Params]:
         """Return what is seen, and the tangents of the gradient."""

@@ -91,7 +91,8 @@ class ReversibleAdjoint:
                     d_meta, cotangent, again = step_vjp(meta, before, batch, cotangent)
                     if "repeat" not in self.skip:
                         check_repeated(t, [value_before], [again.value])
-                    second.at(before, batch)
+                    if second.is_due():
+                        second.look(before, batch)
                     grads = tree.add(grads, d_meta)
                     sizes.append(tree.norm(cotangent))
             else:  # what is not a number cannot be undone
@@ -129,7 +130,7 @@ class _Path:
                 saved[t] = emptied
             integers.append({k: b for k, b in now.buffers.items() if not tree.is_inexact(b)})
             seen = self.training.evaluate(now, batch)
-            missed.at(t, now, batch, [seen.value])
+            missed.at(t, now, batch, seen)
             now, _ = self.training.advance(self.meta, now, seen)
             values.append(seen.value)
         return now, values, saved, integers

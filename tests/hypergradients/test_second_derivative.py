@@ -1,11 +1,21 @@
 """Derivatives go through what a loss stops for its gradient; a derivative that is hidden is noted."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from problems import assert_near, convnet, every, lstm
+from torch import fake_quantize_per_tensor_affine as quantised
 from torch import nn
 from torch.func import grad, vmap
-from torch.nn.functional import gaussian_nll_loss
+from torch.nn.functional import (
+    dropout,
+    gaussian_nll_loss,
+    layer_norm,
+    leaky_relu,
+    relu,
+    scaled_dot_product_attention,
+)
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from metafop import Momentum, Training, functional
@@ -88,8 +98,39 @@ def straight_through(z, y):
     return ((z + (hard - z).detach()).tanh() - y).square().mean()
 
 
+class Numbered(torch.autograd.Function):
+    """tanh with a backward that takes a number out of a tensor."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.tanh()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (y,) = ctx.saved_tensors
+        return g * (1 - y.square()) * (1 + float(y.square().mean()))
+
+
+def initialised_again(z, y):
+    b = 2 * z
+    nn.init.constant_(tensor=b[1], val=0.3)
+    return (b.sin() * z.cos() - y).square().mean()
+
+
+def without_grad_around(z, y):
+    with torch.no_grad():
+        slope = grad(lambda z: z.tanh().pow(3).sum())(z)
+    return ((z.tanh() - y) * slope).square().mean()
+
+
 class Wrong(torch.autograd.Function):
-    """tanh with a second derivative that leaves out a factor."""
+    """tanh with a backward that stops a gradient."""
 
     generate_vmap_rule = True
 
@@ -136,6 +177,47 @@ def through_views(z, y):
     return (a * z - y).square().mean()
 
 
+def returned_as_they_are(z, y):
+    with torch.no_grad():
+        a = z.double().contiguous().to(z)
+        b = dropout(a, 0.5, training=False)
+    return (z.tanh() * a.cos() * b.sin() - y).square().mean()
+
+
+def written_by_flags(z, y):
+    a = z.tanh().clone()
+    with torch.no_grad():
+        relu(a, inplace=True)
+        b = (2 * z).clone()
+        b[0] = a[1]
+    return (a * z.tanh() + b.sin() * z.cos() - y).square().mean()
+
+
+def saved_and_written(z, y):
+    """A few rounds of Sinkhorn's algorithm, as for assignments that are not differentiated."""
+    with torch.no_grad():
+        q = (z / 2).exp()
+        for _ in range(2):
+            q /= q.sum(0, keepdim=True)
+            q.div_(q.sum(1, keepdim=True)).sqrt_().add_(0.1)
+        top, place = torch.empty(0), torch.empty(0, dtype=torch.int64)
+        torch.max(q, 1, out=(top, place))
+    return ((z.tanh() - y) * q).square().mean() + (z.sum(1) * top).mean()
+
+
+def by_attention(z, y):
+    with torch.no_grad():
+        a = scaled_dot_product_attention(z[None], z[None], z[None])[0]
+    return (z.tanh() * a.tanh() - y).square().mean()
+
+
+def by_a_hook(z, y):
+    z = z.tanh() * 1.0
+    if z.requires_grad:
+        z.register_hook(lambda g: g * (1 + g.detach().square()))
+    return (z - y).square().mean()
+
+
 def inside_vmap(z, y):
     return vmap(detached)(z, y).mean()
 
@@ -158,6 +240,12 @@ STOPPED = {
     "in place": in_place,
     "several operations": in_several_operations,
     "views": through_views,
+    "arguments": returned_as_they_are,
+    "flags": written_by_flags,
+    "saved": saved_and_written,
+    "attention": by_attention,
+    "a hook": by_a_hook,
+    "a backward": lambda z, y: (Wrong.apply(z) - y).square().mean(),
     "vmap": inside_vmap,
     "another derivative": inside_another_derivative,
     "a clamp of torch": lambda z, y: gaussian_nll_loss(z.tanh(), y, z.square(), eps=0.3),
@@ -177,7 +265,18 @@ HIDDEN = {
     "item, without grad": item_without_grad,
     "tolist": lambda z, y: (z.tanh() - y).square().mean() * sum(z.square().mean(0).tolist()),
     "a new tensor": lambda z, y: ((z.tanh() - y).square() * torch.tensor(z)).mean(),
-    "a wrong second derivative": lambda z, y: (Wrong.apply(z) - y).square().mean(),
+    "a number in a backward": lambda z, y: (Numbered.apply(z) - y).square().mean(),
+    "a number among settings": lambda z, y: (leaky_relu(z, z.detach().cos().mean()) - y).square().mean(),
+    "a number in a text": lambda z, y: (z.tanh() - y).square().mean() * float(f"{z.square().mean()}"),
+    "a derivative without grad": without_grad_around,
+    "an initialiser": initialised_again,
+    "a quantiser": lambda z, y: (quantised(z, 0.1, 0, -50, 50).tanh() - y).square().mean(),
+    "rounded on the way": lambda z, y: (
+        (z.softmax(1, dtype=torch.float32) - y).square().mean() * float(z.square().mean())
+    ),
+    "a third derivative": lambda z, y: (
+        grad(lambda z: layer_norm(z, z.shape[1:]).pow(3).sum())(z).sub(y).square().mean()
+    ),
 }
 
 
@@ -191,7 +290,7 @@ def test_derivatives_go_through_what_is_stopped_and_a_note_says_so(loss, estimat
     window = regression(loss)
     estimate = estimator(*window)
     near(estimate.grads.hyper.lr, window)
-    if loss is not by_data:  # which under torch.func stops no more than it should
+    if loss not in (by_data, returned_as_they_are):  # which stop no more under torch.func than they should
         assert "The loss stops a gradient: " in " ".join(estimate.info["notes"])
 
 
@@ -270,6 +369,9 @@ def test_a_derivative_of_a_hypergradient_goes_through_what_is_stopped():
 def test_a_derivative_that_is_hidden_is_noted(loss, estimator):
     window = regression(loss)
     estimate = estimator(*window)
+    if loss in (without_grad_around, initialised_again) and estimator is forward:  # no_grad stops no tangent
+        near(estimate.grads.hyper.lr, window)
+        return
     assert "The loss hides a derivative: " in " ".join(estimate.info["notes"])
     assert (estimate.grads.hyper.lr - slope(window)).abs() > 1e-3 * slope(window).abs()
 
@@ -279,6 +381,47 @@ def test_all_that_leave_out_what_is_hidden_give_one_number():
     expected = autograd(*window).grads
     for estimator in (adjoint, Adjoint("log"), Adjoint(over="forward"), forward):
         assert_near(estimator(*window).grads, expected, 1e-10)
+
+
+def test_detach_in_place_is_refused():
+    def loss(z, y):
+        a = z.tanh() * 2
+        a.detach_()
+        return (z * a - y).square().mean()
+
+    with pytest.raises(NotImplementedError, match=r"detach_ \(test_second.* Write x = x.detach"):
+        adjoint(*regression(loss))
+
+
+def test_what_does_nothing_at_one_step_is_looked_at_again_at_others():
+    training, outer_loss, meta, carry, batches = regression(through_python)
+    rng = torch.Generator().manual_seed(1)
+    y = torch.randn(12, 3, generator=rng)
+    loss = functional.plain(
+        lambda params, batch: (
+            (batch[0] @ params["w"] - y).square().mean()
+            + batch[1] * through_python(batch[0] @ params["w"], y)
+        )
+    )
+    for switch in ([0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0]):
+        window = (
+            Training(loss, training.optimizer),
+            outer_loss,
+            meta,
+            carry,
+            [(batches[0], torch.tensor(float(on))) for on in switch],
+        )
+        for estimator in (adjoint, autograd, forward):
+            assert any("hides a derivative" in note for note in estimator(*window).info["notes"])
+
+
+def test_threads_may_differentiate_forward_at_once():
+    window = regression(detached)
+    expected = forward(*window).grads.hyper.lr
+    with ThreadPoolExecutor(4) as pool:
+        estimators = 4 * [forward, Adjoint(over="forward")]
+        for each in pool.map(lambda estimator: estimator(*window).grads.hyper.lr, estimators):
+            torch.testing.assert_close(each, expected, rtol=1e-10, atol=0)
 
 
 @every("loss", {"a stopped gradient": detached, "a hidden one": through_python})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from metafop import tree
 from metafop.hypergradients.detach import has_buffers
 from metafop.hypergradients.per_training import PerTraining
 from metafop.hypergradients.validation import Skip
-from metafop.types import Batch, OuterLoss, Trains
+from metafop.types import Batch, OuterLoss, Seen, Trains
 
 
 class MissedBuffers:
@@ -39,11 +39,11 @@ class MissedBuffers:
         t: int,
         carry: Any,
         batch: Batch,
-        seen: Sequence[Tensor],
-        evaluate: Callable[[Any], Sequence[Tensor]] | None = None,
+        seen: Seen,
         after: Any = None,
+        evaluate: Callable[[Any], Seen] | None = None,
     ) -> None:
-        """Look at a step that saw a value, and gradients if they are given, as `evaluate` returns them."""
+        """Look at a step that saw a loss and gradients, as `evaluate` computes them."""
         if t not in self.steps or self.names:
             return
         moved, names = _moved(carry, after if self.continued else self.start)
@@ -78,12 +78,12 @@ def _read(
     carry: Any,
     moved: Any,
     batch: Batch,
-    seen: Sequence[Tensor],
-    evaluate: Callable[[Any], Sequence[Tensor]] | None,
+    seen: Seen,
+    evaluate: Callable[[Any], Seen] | None,
 ) -> frozenset[str]:
     """Return the names of the moved buffers if the gradient depends on them, or none."""
-    there = evaluate(moved) if evaluate else [training.evaluate(moved, batch).value]
-    if all(map(torch.equal, seen, there)):
+    there = evaluate(moved) if evaluate else training.evaluate(moved, batch)
+    if all(torch.equal(seen.grads[k], there.grads[k]) for k in seen.grads):
         return frozenset()
     here, there = (training.evaluate(each, batch).grads for each in (carry, moved))
     return frozenset() if all(torch.equal(here[k], there[k]) for k in here) else names

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
-from torch.func import jvp, vjp
+from torch.func import vjp
 from torch.overrides import TorchFunctionMode
 
 from metafop import stopped_gradients, tree
 from metafop.hypergradients.detach import with_constant_buffers
+from metafop.hypergradients.forward_mode import jvp
 from metafop.hypergradients.per_training import PerTraining
 from metafop.hypergradients.step_vjp import Over, gradients
 from metafop.hypergradients.validation import Skip
@@ -34,30 +35,35 @@ class SecondDerivative:
     over: Over
     skipped: bool
     record: stopped_gradients.Record
-    seen: frozenset[str] = frozenset()
+    steps: int = 0  # for which there was reason to look
+    looks: int = 0
     left_out: dict[str, float] = field(default_factory=dict)
     wrong: dict[str, float] = field(default_factory=dict)
 
     @property
-    def places(self) -> frozenset[str]:
-        """What the loss was seen to do, so far."""
-        return frozenset(self.record.stopped) | frozenset(self.record.unknown)
-
-    @property
     def pending(self) -> bool:
-        """Whether the loss did something new that is to be looked at."""
-        return bool(self.record) and not self.skipped and not self.places <= self.seen
+        """Whether something that the loss does is to be looked at."""
+        if self.skipped or not self.record:
+            return False
+        return bool(self.record.stopped.keys() - self.left_out or self.record.unknown.keys() - self.wrong)
 
-    def at(self, carry: Any, batch: Batch) -> None:
-        """Look at a step that was differentiated, if the loss did something new in it."""
-        if not self.pending:
-            return
-        new, self.seen = self.places - self.seen, self.places
+    def is_due(self) -> bool:
+        """Return whether to look at a step: at the first, second, fourth, … for which there is reason.
+
+        What does nothing at one step may do something at another.
+        """
+        self.steps += self.pending
+        return self.pending and self.steps.bit_count() == 1
+
+    def look(self, carry: Any, batch: Batch) -> None:
+        """Look at a step that was differentiated."""
+        self.looks += 1
         for places, find, found in (
-            (new.intersection(self.record.stopped), _left_out, self.left_out),
-            (new.intersection(self.record.unknown), _gaps, self.wrong),
+            (self.record.stopped.keys() - self.left_out, _left_out, self.left_out),
+            (self.record.unknown.keys() - self.wrong, _gaps, self.wrong),
         ):
-            if places and (gap := find(self.training, (places, self.over), carry, batch)):
+            key = (frozenset(places), self.looks, self.over)
+            if places and (gap := find(self.training, key, carry, batch)):
                 found |= dict.fromkeys(sorted(places), gap)
 
     @property
@@ -86,7 +92,10 @@ def second_derivative(training: Trains, over: Over, skip: Skip) -> Iterator[Seco
         yield SecondDerivative(training, over, "hessian" in skip or tree.is_transforming(), record)
 
 
-def _left_out_of(training: Trains, key: tuple[frozenset[str], Over], carry: Any, batch: Batch) -> float:
+Key = tuple[frozenset[str], int, Over]
+
+
+def _left_out_of(training: Trains, key: Key, carry: Any, batch: Batch) -> float:
     """Return by how much Jᵀ v changes if torch stops all derivatives, relative to its size, or 0."""
     carry = with_constant_buffers(carry)
     params, rng = list(carry.params.values()), Generator().manual_seed(0)
@@ -95,7 +104,7 @@ def _left_out_of(training: Trains, key: tuple[frozenset[str], Over], carry: Any,
     with stopped_gradients.all_derivatives():
         (rest,) = vjp(grads, params)[1](noise)
     rounding = torch.finfo(params[0].dtype).eps ** 0.5
-    sizes = _sizes([torch.maximum(a.abs(), b.abs()) for a, b in zip(whole, rest, strict=True)], rounding)
+    sizes = _sizes(whole, rest, rounding)
     gaps = [torch.linalg.vector_norm(a - b) / size for a, b, size in zip(whole, rest, sizes, strict=True)]
     gap = float(torch.stack(gaps).amax())
     return gap if gap > rounding and math.isfinite(gap) else 0.0
@@ -104,14 +113,14 @@ def _left_out_of(training: Trains, key: tuple[frozenset[str], Over], carry: Any,
 _left_out = PerTraining(_left_out_of)
 
 
-def _gap(training: Trains, key: tuple[frozenset[str], Over], carry: Any, batch: Batch) -> float:
+def _gap(training: Trains, key: Key, carry: Any, batch: Batch) -> float:
     """Return how far J u is from (∇J(θ + hu) - ∇J(θ)) / h, relative to their size, or 0 if it is not.
 
     In double precision if the loss can be computed so: h must be so small that no ReLU changes its sign
     on the way. And near the parameters rather than there, if it is finite near them: a gate that starts at
     zero would hide what is behind it.
     """
-    carry, (_, over) = with_constant_buffers(carry), key
+    carry, (*_, over) = with_constant_buffers(carry), key
     if len({id(p) for p in carry.params.values()}) < len(carry.params):
         return 0.0  # one tensor for two parameters: they could not be moved apart
     doubled, doubled_batch = tree.map(_double, (carry, batch))
@@ -130,7 +139,7 @@ _gaps = PerTraining(_gap)
 
 
 def _gap_of(training: Trains, carry: Any, batch: Batch, over: Over) -> float:
-    """Return |⟨v, slope⟩ - ⟨v, J u⟩| for random u and v, each tensor of v divided by the size of the slope's.
+    """Return |⟨v, slope⟩ - ⟨v, J u⟩| for random u and v, each tensor of v over its size in these.
 
     J need not be symmetric: in reverse, ⟨v, J u⟩ = ⟨Jᵀ v, u⟩.
     """
@@ -147,11 +156,14 @@ def _gap_of(training: Trains, carry: Any, batch: Batch, over: Over) -> float:
         here = grads(params)
         h = torch.finfo(dtype).eps ** 0.5 * tree.norm(params).clamp(min=1) / tree.norm(along)
         found = slope(h)
-        across = [v / size for v, size in zip(noise, _sizes(found, least), strict=True)]
         if over == "reverse":
-            expected = _dot(vjp(grads, params)[1](across)[0], along)
+            pull = vjp(grads, params)[1]
+            across = _weighted(noise, found, pull(noise)[0], least)
+            expected = _dot(pull(across)[0], along)
         else:
-            expected = _dot(jvp(grads, (params,), (along,))[1], across)
+            tangent = jvp(grads, (params,), (along,))[1]
+            across = _weighted(noise, found, tangent, least)
+            expected = _dot(tangent, across)
         for _ in range(3):
             gap = (_dot(found, across) - expected).abs()
             if wide.narrowed or gap < tolerance:
@@ -176,24 +188,40 @@ class _Wide(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if _is_narrower(kwargs.get("dtype"), self.dtype):
+            kwargs = kwargs | {"dtype": self.dtype}
+        result = func(*args, **kwargs)
         given = [x for x in args if isinstance(x, Tensor) and x.dtype == self.dtype]
         if not given or not isinstance(result, Tensor) or not result.is_floating_point():
             return result
-        if torch.finfo(result.dtype).eps > torch.finfo(self.dtype).eps:
+        if _is_narrower(result.dtype, self.dtype):
             if func in _CASTS:
                 return given[0].clone()
             self.narrowed = self.narrowed or tree.is_tracked(result)
         return result
 
 
+def _is_narrower(dtype: Any, than: torch.dtype) -> bool:
+    return (
+        isinstance(dtype, torch.dtype)
+        and dtype.is_floating_point
+        and torch.finfo(dtype).eps > torch.finfo(than).eps
+    )
+
+
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type, Tensor.type_as)
 
 
-def _sizes(x: list[Tensor], least: float) -> list[Tensor]:
-    """Return the norm of each tensor, or a least part of that of all if it is smaller."""
-    smallest = (least * tree.norm(x)).clamp(min=torch.finfo(x[0].dtype).tiny)
-    return [torch.linalg.vector_norm(each).clamp(min=smallest) for each in x]
+def _sizes(x: list[Tensor], y: list[Tensor], least: float) -> list[Tensor]:
+    """Return the norm of each tensor, the larger of two, or a least part of that of all if it is smaller."""
+    smallest = (least * tree.norm((x, y))).clamp(min=torch.finfo(x[0].dtype).tiny)
+    norms = ((torch.linalg.vector_norm(a), torch.linalg.vector_norm(b)) for a, b in zip(x, y, strict=True))
+    return [torch.maximum(*pair).clamp(min=smallest) for pair in norms]
+
+
+def _weighted(noise: list[Tensor], x: list[Tensor], y: list[Tensor], least: float) -> list[Tensor]:
+    return [v / size for v, size in zip(noise, _sizes(x, y, least), strict=True)]
 
 
 def _dot(x: list[Tensor], y: list[Tensor]) -> Tensor:
