@@ -8,10 +8,16 @@ from random import Random
 
 import torch
 
-from experiments import loop, runs
+from experiments.runner import runs
+from experiments.vision import loop
 
 KILLS = 10
-PRELOADED = ["pytest", "experiments.classify", "experiments.study", "experiments.walking"]  # imported once
+PRELOADED = [
+    "pytest",
+    "experiments.vision.task",
+    "experiments.runner.study",
+    "experiments.paper.bipedal.training",
+]  # imported once
 
 
 def in_short_parts(task, out, connection):

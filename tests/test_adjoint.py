@@ -21,7 +21,7 @@ from problems import (
 )
 from torch import nn
 
-from experiments.unrolls import peak_of_tensors
+from experiments.benchmarks.unroll.methods import peak_of_tensors
 from metafop import SGD, Adam, Carry, Dense, Last, LowRank, Meta, Momentum, Online, Training, functional, tree
 from metafop.hypergradients import Adjoint, Truncated, adjoint, autograd, closed_form, forward
 from metafop.hypergradients.layout import channels_last, takes_channels_last

@@ -7,10 +7,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Generator, nn
 
-from experiments import models, overheads
 from experiments.__main__ import main
-from experiments.bench_overhead import Config, nets
-from experiments.overheads import OURS, PEERS, Net, Times, bytes_of, memory_of
+from experiments.benchmarks.overhead import measure as overheads
+from experiments.benchmarks.overhead.command import Config, nets
+from experiments.benchmarks.overhead.measure import OURS, PEERS, Net, Times, bytes_of, memory_of
+from experiments.vision import models
 
 SMALL = ["--repeats", "2", "--periods", "1", "--batch", "2", "--scale", "0.1"]
 CONV = ("cnn9_16_32", "cnn9_96_192", "resnet18")

@@ -8,7 +8,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments.__main__ import main
-from experiments.unrolls import WINDOW, peak_of_tensors, peak_resident
+from experiments.benchmarks.unroll.methods import WINDOW, peak_of_tensors, peak_resident
 
 SMALL = {"rounds": 1, "horizon": 2, "deep-horizon": 2, "long": 1, "batch": 4}
 NARROW = {"width": 4, "deep-width": 4, "channels": 2}

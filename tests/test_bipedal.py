@@ -17,13 +17,16 @@ from problems import refusal
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from torch.utils.tensorboard import SummaryWriter
 
-from experiments import bipedal, gaits, runs, study, walker
 from experiments.__main__ import main
-from experiments.medians import median
-from experiments.ppo import Settings
-from experiments.scales import Scales
-from experiments.walk import Walk
-from experiments.walking import Walking
+from experiments.paper.bipedal import command as bipedal
+from experiments.paper.bipedal import environment as walker
+from experiments.paper.bipedal import report as gaits
+from experiments.paper.bipedal.normalization import Scales
+from experiments.paper.bipedal.ppo import Settings
+from experiments.paper.bipedal.task import Walk
+from experiments.paper.bipedal.training import Walking
+from experiments.reporting.medians import median
+from experiments.runner import runs, study
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 TASK = Walk(
@@ -46,14 +49,14 @@ def test_a_run_killed_at_ten_random_moments_ends_with_the_bits_of_an_undisturbed
 
 @pytest.mark.parametrize("through", ["optim", "functional"])
 def test_what_fop_has_learned_is_written_for_tensorboard(through, tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.walking.LOOKED_AT_EVERY", 2)
+    monkeypatch.setattr("experiments.paper.bipedal.training.LOOKED_AT_EVERY", 2)
     [one] = study.carry_out([replace(TASK, through=through)], tmp_path, workers=1)
     found = gaits.extremes(one)
     assert (found[:, 0] < found[:, 1]).all()
 
 
 def test_the_command_writes_a_figure_tables_and_films(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("experiments.walking.LOOKED_AT_EVERY", 2)
+    monkeypatch.setattr("experiments.paper.bipedal.training.LOOKED_AT_EVERY", 2)
     main(["bipedal", "--preset", "smoke", "--out", str(tmp_path), "--methods", "momentum", "adam-sb3", "fop"])
     summary = json.loads((tmp_path / "summary.json").read_text())
     for name in ("momentum", "adam-sb3", "fop"):
@@ -146,7 +149,7 @@ def test_other_experiments_do_not_need_what_it_needs():
     """Their modules are all imported, whichever is asked for."""
     code = (
         "import sys; sys.modules |= dict.fromkeys(('gymnasium', 'Box2D', 'stable_baselines3'))\n"
-        "import experiments.bipedal, experiments.cifar10"
+        "import experiments.paper.bipedal.command, experiments.paper.cifar10"
     )
     process = multiprocessing.get_context("spawn").Process(target=exec, args=(code,))
     process.start()

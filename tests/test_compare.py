@@ -6,9 +6,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from experiments import curves, horizons, quadratic, ways
 from experiments.__main__ import main
-from experiments.digits import digits
+from experiments.studies.compare import horizons
+from experiments.studies.compare import methods as ways
+from experiments.studies.compare import noisy_quadratic as quadratic
+from experiments.studies.compare import training_curves as curves
+from experiments.studies.compare.digits import digits
 from metafop import Momentum, Scheduled
 
 SMALL = {

@@ -18,8 +18,8 @@ import torch
 from problems import refusal
 from torch.nn.functional import cross_entropy
 
-from experiments import data, fetch
-from experiments.data import cifar, files, generated, mnist
+from experiments import data
+from experiments.data import cifar, fetch, files, generated, mnist
 
 REAL = Path(os.environ.get(files.FOLDER) or Path(__file__).parents[2] / "shared" / "data")
 real = pytest.mark.skipif(not (REAL / "cifar10").is_dir(), reason="no folder with the real data")

@@ -10,8 +10,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from experiments import run, toy
 from experiments.__main__ import EXPERIMENTS, main
+from experiments.paper import toy
+from experiments.runner import experiment as run
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,7 +10,8 @@ from PIL import Image
 from problems import refusal
 from torch.utils.data import DataLoader
 
-from experiments.data import folder, generated
+from experiments.data import generated
+from experiments.data import image_folder as folder
 
 
 @pytest.fixture

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import image_files, imagenet, runs
-from experiments.data import folder, generated
-from experiments.image_files import Found, Train
-from experiments.methods import Method
+from experiments.data import generated
+from experiments.data import image_folder as folder
+from experiments.paper import imagenet
+from experiments.runner import runs
+from experiments.vision import imagenet_task as image_files
+from experiments.vision.imagenet_task import Found, Train
+from experiments.vision.methods import Method
 from metafop import tree
 from metafop.optim import FOP
 from metafop.preconditioners import Spatial
@@ -125,7 +128,8 @@ KILLED = """
 import os, pickle, signal, sys
 from pathlib import Path
 import torch
-from experiments import loop, runs
+from experiments.vision import loop
+from experiments.runner import runs
 
 torch.set_num_threads(1)
 runs.CHECKPOINT_SECONDS, loop.AT_ONCE = 0.0, 2

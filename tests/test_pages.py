@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from experiments import page
+from experiments.reporting import page
 
 WRITTEN = sorted(path.stem for path in page.TEMPLATES.glob("*.md"))
 

@@ -11,11 +11,11 @@ from problems import assert_near, assert_same_bits
 from stable_baselines3.common.buffers import RolloutBuffer
 from torch.distributions import Normal
 
-from experiments import ppo
-from experiments.ppo import Batch, Outlook, Rollout, Settings
-from experiments.walk import RATES, Walk, ordinary
-from experiments.walking import Walking
-from experiments.walking_peer import NAMES, PeerWalking
+from experiments.paper.bipedal import ppo
+from experiments.paper.bipedal.ppo import Batch, Outlook, Rollout, Settings
+from experiments.paper.bipedal.sb3_training import NAMES, PeerWalking
+from experiments.paper.bipedal.task import RATES, Walk, ordinary
+from experiments.paper.bipedal.training import Walking
 from metafop import tree
 from metafop.tensorboard import Logger
 

@@ -12,9 +12,10 @@ from filelock import FileLock
 from killing import assert_kills_change_no_bit, assert_same_bits, begun, finish, kill_on_the_way
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from experiments import loop, runs, study
-from experiments.classify import Classify
-from experiments.methods import LOOKS, Method
+from experiments.runner import runs, study
+from experiments.vision import loop
+from experiments.vision.methods import LOOKS, Method
+from experiments.vision.task import Classify
 
 pytestmark = pytest.mark.usefixtures("single_precision")
 TASK = Classify(

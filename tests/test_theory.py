@@ -7,8 +7,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from experiments import counterexamples, theorems, theory
-from experiments.theorems import WAYS, Learned
+from experiments.paper.theory import command as theory
+from experiments.paper.theory import counterexamples, theorems
+from experiments.paper.theory.theorems import WAYS, Learned
 from metafop import Dense
 
 LIMIT = 0.5

@@ -8,10 +8,12 @@ import pytest
 import torch
 from scipy import stats
 
-from experiments import cifar10, mnist_rank, paired, robustness, structure, tables
 from experiments.__main__ import main
-from experiments.methods import Method
-from experiments.runs import Finished
+from experiments.paper import cifar10, mnist_rank, robustness, structure
+from experiments.reporting import statistics as paired
+from experiments.runner.runs import Finished
+from experiments.vision import result_tables as tables
+from experiments.vision.methods import Method
 
 
 def smoke(name, out, *flags):

@@ -8,8 +8,8 @@ import pytest
 from gymnasium.envs.box2d.bipedal_walker import BipedalWalker
 from gymnasium.utils.env_checker import check_env
 
-from experiments import walker
-from experiments.walker import ROUGHNESS, Walker, Walkers
+from experiments.paper.bipedal import environment as walker
+from experiments.paper.bipedal.environment import ROUGHNESS, Walker, Walkers
 
 TERRAINS = list(ROUGHNESS)
 
