@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory import peak_of_tensors
 from problems import (
     ALL_MODELS,
     FAMILIES,
@@ -21,7 +22,6 @@ from problems import (
 )
 from torch import nn
 
-from experiments.benchmarks.unroll.methods import peak_of_tensors
 from metafop import SGD, Adam, Carry, Dense, Last, LowRank, Meta, Momentum, Online, Training, functional, tree
 from metafop.hypergradients import Adjoint, Truncated, adjoint, autograd, closed_form, forward
 from metafop.hypergradients.layout import channels_last, takes_channels_last
@@ -202,10 +202,8 @@ def test_a_root_of_the_carries_is_held_at_once_all_told():
     meta, carry = training.meta(params, Momentum().hyper(lr=0.01)), training.init(params)
 
     def peak(steps):
-        def call(batches):
-            return Adjoint("sqrt")(training, lambda carry: carry.params["w"].sum(), meta, carry, batches)
-
-        return peak_of_tensors(call, steps * [torch.zeros(())]) / tree.size(carry)
+        call = (training, lambda carry: carry.params["w"].sum(), meta, carry, steps * [torch.zeros(())])
+        return peak_of_tensors(lambda: Adjoint("sqrt")(*call)) / tree.size(carry)
 
     assert 16 < peak(100) < 20
     assert 30 < peak(900) < 34

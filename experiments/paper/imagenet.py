@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from experiments import data
-from experiments.data import image_folder as folder
+from experiments.data import image_folder
 from experiments.reporting.summary import write_summary
 from experiments.runner import experiment, study
 from experiments.runner.presets import Preset
-from experiments.vision import imagenet_task as image_files
-from experiments.vision import result_tables
+from experiments.vision import imagenet_task, result_tables
 from experiments.vision.imagenet_task import Found, Train
 from experiments.vision.methods import Method
 from experiments.vision.step_timing import Timing
@@ -110,7 +109,7 @@ PRESETS: dict[Preset, Config] = {
 
 
 def main(config: Config) -> None:
-    found = image_files.prepare(config.data or written(config), config.loaders)
+    found = imagenet_task.prepare(config.data or written(config), config.loaders)
     if found.images < config.batch:
         raise SystemExit(
             f"There are {found.images} images to train on, fewer than a batch of {config.batch}. Pass a "
@@ -140,7 +139,8 @@ def written(config: Config) -> Path:
     """Return the folder with the images of a preset that needs no ImageNet; they are written once."""
     if config.preset not in WRITTEN:
         raise SystemExit(
-            f"The preset {config.preset} needs ImageNet. Name by --data a folder that holds {folder.LAYOUT}."
+            f"The preset {config.preset} needs ImageNet. "
+            f"Name by --data a folder that holds {image_folder.LAYOUT}."
         )
     name, training, validation = WRITTEN[config.preset]
     root = config.out / "images" / f"{name}-{config.size}"
@@ -148,7 +148,7 @@ def written(config: Config) -> Path:
     if not root.exists():
         try:
             shutil.rmtree(part, ignore_errors=True)
-            folder.write(part, data.load(name), config.size, training, validation)
+            image_folder.write(part, data.load(name), config.size, training, validation)
             part.replace(root)  # at once: no folder is half written
         except OSError as error:
             raise SystemExit(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from experiments.data import image_folder as folder
+from experiments.data import image_folder
 from experiments.vision import models
 from experiments.vision.loading import loader
 from experiments.vision.loop import Loop, Order
@@ -41,11 +41,11 @@ def prepare(root: Path, loaders: int) -> Found:
 
 
 @lru_cache(maxsize=1)
-def listed(root: Path) -> folder.Listing:
-    return folder.listing(root)
+def listed(root: Path) -> image_folder.Listing:
+    return image_folder.listing(root)
 
 
-def found(listing: folder.Listing, root: Path) -> Found:
+def found(listing: image_folder.Listing, root: Path) -> Found:
     names = hashlib.sha256()
     for sample in (*listing.training, *listing.validation):
         names.update(sample.path.removeprefix(str(root)).encode() + b"\0")
@@ -88,8 +88,8 @@ class Train:
         optimizer = self.method.optimizer(model, self.seed)
         for group in optimizer.param_groups:
             group["weight_decay"] = self.weight_decay
-        training = folder.Folder(listing.training, self.size, train=True, seed=self.seed)
-        validation = folder.Folder(listing.validation, self.size, train=False, seed=self.seed)
+        training = image_folder.Folder(listing.training, self.size, train=True, seed=self.seed)
+        validation = image_folder.Folder(listing.validation, self.size, train=False, seed=self.seed)
         return Loop(
             model,
             optimizer,
@@ -123,7 +123,7 @@ def half_precision() -> torch.dtype:
 class Files:
     """A feed of images in files. It is ahead of training, but its place is that of the batch last given."""
 
-    def __init__(self, images: folder.Folder, batch: int, seed: int, loaders: int) -> None:
+    def __init__(self, images: image_folder.Folder, batch: int, seed: int, loaders: int) -> None:
         self._order = Order(len(images), batch, seed)
         self._loader = loader(images, Rest(self._order), loaders, lasting=True)
         self._coming: Iterator[tuple[Tensor, Tensor]] = iter(())
@@ -160,7 +160,7 @@ class Rest:
             yield [(index, epoch) for index in batch.tolist()]
 
 
-def once(images: folder.Folder, batch: int, loaders: int) -> Iterator[tuple[Tensor, Tensor]]:
+def once(images: image_folder.Folder, batch: int, loaders: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield every image once, in order."""
     keys = [(index, 0) for index in range(len(images))]
     batches = [keys[i : i + batch] for i in range(0, len(keys), batch)]

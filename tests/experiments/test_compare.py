@@ -7,10 +7,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments.__main__ import main
-from experiments.studies.compare import horizons
-from experiments.studies.compare import methods as ways
-from experiments.studies.compare import noisy_quadratic as quadratic
-from experiments.studies.compare import training_curves as curves
+from experiments.studies.compare import horizons, methods, noisy_quadratic, training_curves
 from experiments.studies.compare.digits import digits
 from metafop import Momentum, Scheduled
 
@@ -51,7 +48,7 @@ def test_compare_writes_what_it_says(out):
     assert summary["m_summed_cosine_lr0.05_step0_t2"] > 0
     assert summary["t1_relative_error"] < 1e-10
     assert summary["gradients_before_unrolled"] == 3 * 2 * 2 * 3
-    assert {f"final_loss_{name}" for name in curves.METHODS} <= summary.keys()
+    assert {f"final_loss_{name}" for name in training_curves.STYLES} <= summary.keys()
     assert all((out / f"{name}.png").stat().st_size > 10_000 for name in ("horizons", "quadratic", "curves"))
     tables = (out / "tables.md").read_text()
     assert "| 3, 2 |" in tables
@@ -72,29 +69,29 @@ def test_one_step_is_the_derivative_through_one_step(generator):
 
 
 def test_the_quadratics_hypergradients_have_the_expectation_in_closed_form(generator):
-    settings = quadratic.Quadratic(dimensions=5, horizons=(1, 4, 16), samples=4000)
-    for name, found in quadratic.measure(settings, generator, lambda what: None).items():
+    settings = noisy_quadratic.Quadratic(dimensions=5, horizons=(1, 4, 16), samples=4000)
+    for name, found in noisy_quadratic.measure(settings, generator, lambda what: None).items():
         expected = found.expected[torch.tensor(settings.horizons) - 1]
         assert ((found.means - expected).abs() < 4 * found.errors).all(), name
 
 
-def test_the_horizon_turns_the_sign_either_way():
-    found = quadratic.measure(
-        quadratic.Quadratic(samples=2), torch.Generator().manual_seed(0), lambda what: None
+def test_a_longer_horizon_changes_the_sign_in_either_direction():
+    found = noisy_quadratic.measure(
+        noisy_quadratic.Quadratic(samples=2), torch.Generator().manual_seed(0), lambda what: None
     )
     assert found["start"].expected[0] < 0 < found["start"].expected[-1]
     assert found["middle"].expected[0] > 0 > found["middle"].expected[-1]
-    assert {name: judged.flip for name, judged in found.items()} == {"start": 4, "middle": 7}
+    assert {name: slopes.flip for name, slopes in found.items()} == {"start": 4, "middle": 7}
 
 
 def test_many_networks_under_one_loss_move_as_if_alone(generator):
     data = digits(4, 2, seed=0)
-    task = ways.Networks(data, networks=2, together=2, horizon=3, batch=8, seed=0)
+    task = methods.Networks(data, networks=2, together=2, horizon=3, batch=8, seed=0)
     training, both = task.training, task.start(0)
     hyper = Momentum().hyper(lr=0.1)
     meta = training.meta(both.params, Scheduled(Momentum()).hyper(hyper, 2, {"lr": [0.3, 0.1]}))
     for batch in task.batches(0, 0):
         both, _ = training.step(meta, both, batch)
-    way = ways.scheduled(data, torch.arange(2), meta.hyper.lr.expand(2, -1))
-    *_, (_, _, _, alone) = curves.steps(way, torch.stack(task.batches(0, 0), dim=1))
+    method = methods.scheduled(data, torch.arange(2), meta.hyper.lr.expand(2, -1))
+    *_, (_, _, _, alone) = training_curves.steps(method, torch.stack(task.batches(0, 0), dim=1))
     torch.testing.assert_close(both.params, alone.params, rtol=0, atol=1e-13)

@@ -12,15 +12,17 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from torch.distributions import Normal
 
 from experiments.paper.bipedal import ppo
-from experiments.paper.bipedal.ppo import Batch, Outlook, Rollout, Settings
-from experiments.paper.bipedal.sb3_training import NAMES, PeerWalking
-from experiments.paper.bipedal.task import RATES, Walk, ordinary
-from experiments.paper.bipedal.training import Walking
+from experiments.paper.bipedal.learners import torch_learner
+from experiments.paper.bipedal.ppo import Batch, PolicyOutput, Rollout, Settings
+from experiments.paper.bipedal.sb3_training import NAMES, SB3TrainingRun
+from experiments.paper.bipedal.settings import RATES
+from experiments.paper.bipedal.task import BipedalTask
+from experiments.paper.bipedal.training import TrainingRun
 from metafop import tree
 from metafop.tensorboard import Logger
 
 SETTINGS = Settings(horizon=32, epochs=2)
-TASK = Walk("fop", 3e-4, 0, "standard", 0, steps=1024, environments=4, ppo=SETTINGS, through="optim")
+TASK = BipedalTask("fop", 3e-4, 0, "standard", 0, steps=1024, environments=4, ppo=SETTINGS, through="optim")
 METHODS = [name for name in RATES if name != "adam-sb3"]
 
 
@@ -73,16 +75,16 @@ def test_the_probability_of_actions_is_that_of_a_normal_distribution(generator):
     mean, actions = torch.randn(2, 5, 4, generator=generator)
     log_std = torch.randn(4, generator=generator)
     expected = Normal(mean, log_std.exp()).log_prob(actions).sum(-1)
-    assert_near(Outlook(mean, log_std, mean[:, 0]).log_prob(actions), expected, 1e-12)
+    assert_near(PolicyOutput(mean, log_std, mean[:, 0]).log_prob(actions), expected, 1e-12)
 
 
 def test_the_loss_is_flat_where_a_ratio_is_clipped(generator):
     """A step that was good and is already taken more often than 1 + ε teaches the policy nothing more."""
     policy = TASK.policy()
     observations, actions = (torch.randn(2, n, generator=generator) for n in (24, 4))
-    outlook = policy(observations)
-    log_probs = outlook.log_prob(actions).detach() - torch.tensor([math.log(1.3), math.log(0.7)])
-    batch = Batch(observations, actions, log_probs, torch.tensor([1.0, -1.0]), outlook.value.detach())
+    output = policy(observations)
+    log_probs = output.log_prob(actions).detach() - torch.tensor([math.log(1.3), math.log(0.7)])
+    batch = Batch(observations, actions, log_probs, torch.tensor([1.0, -1.0]), output.value.detach())
     ppo.loss(policy, batch, SETTINGS).backward()
     assert not any(p.grad.any() for p in policy.parameters() if p.grad is not None)
     pulled = batch._replace(advantages=-batch.advantages)
@@ -102,7 +104,7 @@ def test_an_epoch_has_every_step_once(generator):
 def test_a_policy_improves_alike_through_torch_and_through_the_pure_core(method, tmp_path):
     logger = Logger(tmp_path)
     task = replace(TASK, method=method, lr=0.01)
-    one, other = Walking(task), Walking(replace(task, through="functional"))
+    one, other = TrainingRun(task), TrainingRun(replace(task, through="functional"))
     for _ in range(3):
         [ours], [theirs] = one.advance(logger), other.advance(logger)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
@@ -123,7 +125,7 @@ def test_an_improvement_is_that_of_stable_baselines(lr, generator, single_precis
     """The same steps, taken together: gradients, their clipping, and Adam, in their single precision."""
     settings = Settings(horizon=32, epochs=3, minibatch=128)
     task = replace(TASK, method="adam", lr=lr, ppo=settings)
-    theirs, ours = PeerWalking(replace(task, method="adam-sb3")).ppo, ordinary(task)
+    theirs, ours = SB3TrainingRun(replace(task, method="adam-sb3")).ppo, torch_learner(task)
     rows = Batch(*(torch.randn(128, *shape, generator=generator) for shape in [(24,), (4,), (), (), ()]))
     rows = rows._replace(log_probs=ours.act(rows.observations).log_prob(rows.actions).detach())
     for name, values in rows._asdict().items():
@@ -137,7 +139,7 @@ def test_an_improvement_is_that_of_stable_baselines(lr, generator, single_precis
 
 
 def test_fop_has_full_rank_on_every_layer():
-    learner = ordinary(TASK)
+    learner = torch_learner(TASK)
     rows = ppo.Batch(*[torch.zeros(32, n).squeeze(-1) for n in (24, 4, 1, 1, 1)])
     learner.learn(rows._replace(advantages=torch.arange(32.0)))
     found = learner.inspect()

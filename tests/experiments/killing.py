@@ -12,12 +12,12 @@ from experiments.runner import runs
 from experiments.vision import loop
 
 KILLS = 10
-PRELOADED = [
+PRELOADED = [  # imported once, by the process that all others are forked from
     "pytest",
     "experiments.vision.task",
     "experiments.runner.study",
     "experiments.paper.bipedal.training",
-]  # imported once
+]
 
 
 def in_short_parts(task, out, connection):

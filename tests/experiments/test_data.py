@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from experiments import data
 from experiments.data import cifar, fetch, files, generated, mnist
 
-REAL = Path(os.environ.get(files.FOLDER) or Path(__file__).parents[2] / "shared" / "data")
+REAL = Path(os.environ.get(files.FOLDER) or Path(__file__).parents[3] / "shared" / "data")
 real = pytest.mark.skipif(not (REAL / "cifar10").is_dir(), reason="no folder with the real data")
 NAMES = [name for archive in (*mnist.ARCHIVES, *cifar.ARCHIVES) for name in archive.contents]
 

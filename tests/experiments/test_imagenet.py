@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.data import generated
-from experiments.data import image_folder as folder
+from experiments.data import generated, image_folder
 from experiments.paper import imagenet
 from experiments.runner import runs
-from experiments.vision import imagenet_task as image_files
+from experiments.vision import imagenet_task
 from experiments.vision.imagenet_task import Found, Train
 from experiments.vision.methods import Method
 from metafop import tree
@@ -23,14 +22,14 @@ from metafop.optim import FOP
 from metafop.preconditioners import Spatial
 from metafop.tensorboard import Logger
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
 def as_in_a_run(monkeypatch):
     """Single precision, and an environment that is put back."""
     torch.set_default_dtype(torch.float32)
-    for name in (image_files.ROOT, image_files.LOADERS):
+    for name in (imagenet_task.ROOT, imagenet_task.LOADERS):
         monkeypatch.setenv(name, "")
 
 
@@ -38,7 +37,9 @@ def as_in_a_run(monkeypatch):
 def images(tmp_path):
     """A folder with 96 images to train on and 32 to validate on, of three classes."""
     root = tmp_path / "images"
-    folder.write(root, generated.generated(classes=3, training=96, test=32), size=20, training=96, test=32)
+    image_folder.write(
+        root, generated.generated(classes=3, training=96, test=32), size=20, training=96, test=32
+    )
     return root
 
 
@@ -146,7 +147,7 @@ runs.carry_out(pickle.loads(bytes.fromhex(sys.argv[1])), Path(sys.argv[3]), lamb
 
 
 def test_a_run_that_is_killed_and_goes_on_ends_with_the_same_bits(images, tmp_path):
-    found = image_files.prepare(images, loaders=2)
+    found = imagenet_task.prepare(images, loaders=2)
     task = a_run(found)
     for step in (3, 6, 9):  # between two checkpoints; after the first epoch; between two again
         arguments = [pickle.dumps(task).hex(), str(step), str(tmp_path / "killed")]
@@ -158,7 +159,7 @@ def test_a_run_that_is_killed_and_goes_on_ends_with_the_same_bits(images, tmp_pa
         assert checkpoint["process"]["step"] == step // 2 * 2
     runs.carry_out(task, tmp_path / "killed", lambda epochs: None)
 
-    image_files.prepare(images, loaders=0)
+    imagenet_task.prepare(images, loaders=0)
     runs.carry_out(task, tmp_path / "whole", lambda epochs: None)
     killed, whole = (runs.folder_of(task, tmp_path / name) for name in ("killed", "whole"))
     assert (killed / "metrics.csv").read_bytes() == (whole / "metrics.csv").read_bytes()
@@ -169,7 +170,7 @@ def test_a_run_that_is_killed_and_goes_on_ends_with_the_same_bits(images, tmp_pa
 
 
 def test_in_half_precision_it_learns(images, tmp_path):
-    task = a_run(image_files.prepare(images, loaders=0), epochs=10, decays=())
+    task = a_run(imagenet_task.prepare(images, loaders=0), epochs=10, decays=())
     losses = {}
     for half in (True, False):
         process = replace(task, half=half).start()
@@ -183,19 +184,19 @@ def test_in_half_precision_it_learns(images, tmp_path):
 
 
 def test_weight_decay_is_that_of_the_settings(images):
-    found = image_files.prepare(images, loaders=0)
+    found = imagenet_task.prepare(images, loaders=0)
     for name in ("momentum", "fop", "s-hd"):
         optimizer = a_run(found, method=Method(name, lr=0.05), weight_decay=0.5).start().optimizer
         assert {group["weight_decay"] for group in optimizer.param_groups} == {0.5}
 
 
 def test_the_place_of_the_images_is_not_part_of_a_run_but_what_they_are_is(images, tmp_path):
-    found = image_files.prepare(images, loaders=0)
+    found = imagenet_task.prepare(images, loaders=0)
     moved = images.rename(tmp_path / "elsewhere")
-    assert image_files.prepare(moved, loaders=2) == found
+    assert imagenet_task.prepare(moved, loaders=2) == found
     first = next(moved.glob("val/*/*.png"))
     first.rename(first.with_name("another.png"))
-    assert image_files.prepare(moved, loaders=0) != found
+    assert imagenet_task.prepare(moved, loaders=0) != found
     with pytest.raises(RuntimeError, match=r"elsewhere are not those of this run, .*images=96.* start the"):
         a_run(found).start()
 
@@ -211,7 +212,7 @@ def test_runs_that_all_diverge_are_reported(images, tmp_path):
 def test_what_cannot_be_trained_on_is_refused_in_a_sentence(images, tmp_path):
     out = tmp_path / "out"
     paper = replace(imagenet.PRESETS["paper"], out=out)
-    assert f"Name by --data a folder that holds {folder.LAYOUT}" in refusal(paper)
+    assert f"Name by --data a folder that holds {image_folder.LAYOUT}" in refusal(paper)
     missing = replace(paper, data=tmp_path / "nowhere")
     assert refusal(missing).startswith(str(tmp_path / "nowhere" / "train"))
     assert "96 images to train on, fewer than a batch of 256" in refusal(replace(missing, data=images))

@@ -7,9 +7,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from experiments.paper.theory import command as theory
-from experiments.paper.theory import counterexamples, theorems
-from experiments.paper.theory.theorems import WAYS, Learned
+from experiments.paper.theory import command, counterexamples, problems, theorem1, theorem2
+from experiments.paper.theory.problems import FUNCTIONS, KINDS
+from experiments.paper.theory.theorem2 import RULES, Learned
 from metafop import Dense
 
 LIMIT = 0.5
@@ -18,7 +18,7 @@ LIMIT = 0.5
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("theory")
-    theory.main(replace(theory.PRESETS["smoke"], out=folder))
+    command.main(replace(command.PRESETS["smoke"], out=folder))
     return folder
 
 
@@ -27,7 +27,7 @@ def test_smoke_writes_what_it_says(out):
     assert json.loads((out / "config.json").read_text())["config"]["quadratics"] == 200
     assert summary["theorem1_definite_printed_fails_run"] > 0
     assert summary["theorem1_wide_proof_no_step_fails_worst"] > 0
-    for kind in theory.KINDS:
+    for kind in KINDS:
         assert (
             summary[f"theorem1_{kind}_printed_no_step_rises"]
             == summary[f"theorem1_{kind}_printed_no_step"]
@@ -79,18 +79,18 @@ def test_the_counter_examples_of_theorem_2():
 
 
 def test_the_quadratics_are_those_of_the_errata(generator):
-    problems, p = (theorems.spectral(4000, 4, low, 1.0, generator) for low in (0.1, 0.2))
-    claim = theorems.claims(problems, p.curvature)["printed"]
-    fails = theorems.worst(problems, p.factor, claim.step) > claim.rate + 1e-12
+    drawn, p = (problems.spectral(4000, 4, low, 1.0, generator) for low in (0.1, 0.2))
+    claim = theorem1.claims(drawn, p.curvature)["printed"]
+    fails = theorem1.worst(drawn, p.factor, claim.step) > claim.rate + 1e-12
     assert (claim.step <= 0).sum() == 2044
     assert (fails & (claim.step > 0)).sum() == 854
 
 
-@pytest.mark.parametrize("kind", theory.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_theorem_1_never_fails_as_corrected_and_does_as_printed(kind, seed):
-    config = theory.Config(quadratics=200, steps=60, dimension=2 + seed)
-    found = theory.descend(config, theory.KINDS[kind], torch.Generator().manual_seed(seed))
+    config = command.Config(quadratics=200, steps=60, dimension=2 + seed)
+    found = command.descend(config, KINDS[kind], torch.Generator().manual_seed(seed))
     everywhere = torch.ones_like(found.usable)
     assert found.fails("corrected", everywhere) == {"worst": 0, "run": 0}
     assert found.fails("proof", found.usable) == {"worst": 0, "run": 0}
@@ -103,51 +103,51 @@ def test_theorem_1_never_fails_as_corrected_and_does_as_printed(kind, seed):
 
 
 def test_the_worst_start_is_the_worst(generator):
-    problems = theorems.spectral(20, 4, 0.1, 1.0, generator, singular=True)
-    p = theorems.spectral(20, 4, 0.2, 1.0, generator)
+    drawn = problems.spectral(20, 4, 0.1, 1.0, generator, singular=True)
+    p = problems.spectral(20, 4, 0.2, 1.0, generator)
     step = 1 / p.curvature.amax(1)
-    worst = theorems.worst(problems, p.factor, step)
-    hessian = problems.factor @ problems.factor.mT
+    worst = theorem1.worst(drawn, p.factor, step)
+    hessian = drawn.factor @ drawn.factor.mT
     by_hand = torch.linalg.eigvals(p.factor @ p.factor.mT @ hessian).real  # (20, 4)
     left = (1 - step[:, None] * by_hand).square().where(by_hand > 1e-9, 0.0).amax(1)
     torch.testing.assert_close(worst, left)
     start = torch.randn(20, 4, generator=generator)
-    values = theorems.descend(problems, p.factor, step, start, 5)
+    values = theorem1.descend(drawn, p.factor, step, start, 5)
     assert (values[1:] <= (worst + 1e-12) * values[:-1]).all()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", theory.FUNCTIONS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_theorem_2_never_fails_as_corrected(way, name, seed):
+def test_theorem_2_never_fails_as_corrected(rule, name, seed):
     generator = torch.Generator().manual_seed(seed)
-    function, box = theory.FUNCTIONS[name]
-    problems = theorems.mixed(30, 3, generator)
+    function, box = FUNCTIONS[name]
+    drawn = problems.mixed(30, 3, generator)
     start, rho = box * (2 * torch.rand(30, 3, generator=generator) - 1), torch.logspace(-2, 0.5, 30)
-    found = theorems.follow(WAYS[way], function, problems, start, rho, LIMIT, 40)
+    found = theorem2.follow(RULES[rule], function, drawn, start, rho, LIMIT, 40)
     learned = Learned(found, found.slope.amax(0), rho)
-    assert not theorems.breaks_what_holds(way, learned, LIMIT).any()
-    if way == "plain":
-        assert (found.log_norm > theorems.bounds(learned).middle + 1e-9).any()
+    assert not theorem2.breaks_corrected(rule, learned, LIMIT).any()
+    if rule == "plain":
+        assert (found.log_norm > theorem2.bounds(learned).middle + 1e-9).any()
 
 
-def test_what_holds_is_broken_by_a_run_of_another_way():
+def test_what_holds_is_broken_by_a_run_of_another_rule():
     raw = counterexamples.on_a_line("raw", 10.0, 1.5, steps=200, limit=0.1)
     learned = Learned(raw, torch.ones(1), torch.full((1,), 1.5))
-    assert not theorems.breaks_what_holds("raw", learned, 0.1).any()
-    assert theorems.breaks_what_holds("rescaled", learned, 0.1).all()
+    assert not theorem2.breaks_corrected("raw", learned, 0.1).any()
+    assert theorem2.breaks_corrected("rescaled", learned, 0.1).all()
 
 
 @pytest.mark.parametrize("time", [1, 3, 1000])
 def test_both_rescalings_give_p_the_norm_gamma(time, generator):
     m = torch.randn(4, 4, generator=generator)
-    gamma = theorems.norm(m) / time**2 + (1 - time**-2) * LIMIT
-    held = theorems.Held(LIMIT, time).apply(m, torch.eye(4))
+    gamma = theorem2.norm(m) / time**2 + (1 - time**-2) * LIMIT
+    held = theorem2.RescaledInStep(LIMIT, time).apply(m, torch.eye(4))
     torch.testing.assert_close(torch.linalg.matrix_norm(held, 2), gamma)
-    kept = theorems.scale(m, LIMIT, time).sqrt() * m
+    kept = theorem2.scale(m, LIMIT, time).sqrt() * m
     torch.testing.assert_close(Dense().matrix(kept), held)
 
 
 def test_one_dimension_is_refused():
     with pytest.raises(ValueError, match=r"dimension=1 .* Pass 2 or more"):
-        theory.Config(dimension=1)
+        command.Config(dimension=1)
