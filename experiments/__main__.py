@@ -59,7 +59,7 @@ COMMANDS = {
         "The paper's figure of a biped that learns to walk by PPO: the best score so far, on two terrains.",
     ),
     "toy": Command(
-        "experiments.paper.toy",
+        "experiments.paper.toy.command",
         "Figure 1: FOP on the Booth and Himmelblau functions, and how often it fails from random starts.",
     ),
     "defaults": Command(

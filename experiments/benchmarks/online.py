@@ -107,9 +107,9 @@ def cases(model: nn.Module, generator: Generator) -> dict[str, Case]:
     }
     for name, settings in VARIANTS.items():
         online = Online(learned, Adam(), **settings)
-        steer = online.meta(meta, Adam().hyper(lr=1e-4))
+        outer_meta = online.meta(meta, Adam().hyper(lr=1e-4))
         state = online.init(meta, learned.init(params, buffers))
-        result[name] = Case(lambda state, batch, o=online, s=steer: o.step(s, state, batch), state)
+        result[name] = Case(lambda state, batch, o=online, m=outer_meta: o.step(m, state, batch), state)
     return result
 
 

@@ -1,4 +1,4 @@
-"""The paper's results on CIFAR-10, every method tuned alike on images apart, and compared pair by pair."""
+"""The paper's results on CIFAR-10: every method tuned on validation images, and compared pair by pair."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -44,9 +44,9 @@ class Config(VisionConfig):
     """The paper's table and curves on CIFAR-10: a 9-layer conv net, momentum, and FOP around it.
 
     Each method is first tuned: its learning rate over the same number of settings, by accuracy on validation
-    images, with a seed apart. Then it is run with every seed, and the test images are looked at, once. Within
-    a seed all methods have the same first weights and batches. Runs are kept in `out`: a study that was
-    interrupted goes on, and finished runs are not repeated.
+    images, with a separate seed. Then it is run with every seed, and the test images are evaluated once.
+    Within a seed all methods have the same first weights and batches. Runs are kept in `out`: a study that was
+    interrupted resumes, and finished runs are not repeated.
 
     smoke: half a minute, on generated images. small: 10,000 images, 16 and 32 channels, 15 epochs, about 2.5
     hours on two cores. paper: 50,000 images, 96 and 192 channels, 150 epochs, lr 0.05 divided by ten after
@@ -58,7 +58,7 @@ class Config(VisionConfig):
     test: int = 10_000
     widths: tuple[int, int] = (16, 32)  # channels of the first three layers, and of the layers after
     decay: float = 10.5  # epochs after which the learning rate is divided by ten
-    meta_lrs: tuple[float, ...] = (1e-3, 2e-3)  # of FOP, looked at with the seed of tuning besides its own
+    meta_lrs: tuple[float, ...] = (1e-3, 2e-3)  # of FOP, tried with the tuning seed besides its own
     settings: int = 4  # learning rates that each method is tuned over; 0: the paper's, untuned
     headline_seeds: int = 12  # of momentum, the printed rule and FOP
     out: Path = Path("runs/cifar10")
@@ -178,7 +178,7 @@ def report_tuning(config: Config, tuning: Mapping[str, Sequence[Finished]]) -> S
     for name, runs in tuning.items():
         chosen, lrs = best(runs), [r.task.method.lr for r in runs]
         end = chosen.lr in (min(lrs), max(lrs))
-        cells = [f"{judged(r)} at {r.task.method.lr:g}" for r in runs]
+        cells = [f"{validation_accuracy(r)} at {r.task.method.lr:g}" for r in runs]
         rows.append([METHODS[name].label, *cells, f"{chosen.lr:g}{' (an end)' if end else ''}"])
         figures |= {f"{name}_tuned_to": chosen.lr, f"{name}_at_an_end": int(end)}
     if rows:
@@ -208,20 +208,20 @@ def report_meta_lrs(
         steps = ratio["steps_ratio"][0].item()
         meta_lr = one.task.method.meta_lr
         word = "its own" if meta_lr is None else f"{meta_lr:g}"
-        rows.append([word, "–" if math.isnan(steps) else f"{steps:.3f}", judged(one)])
+        rows.append([word, "–" if math.isnan(steps) else f"{steps:.3f}", validation_accuracy(one)])
         if meta_lr is not None:
             figures[f"fop_at_{meta_lr:g}_steps_ratio"] = None if math.isnan(steps) else round(steps, 4)
             figures[f"fop_at_{meta_lr:g}_validation"] = round(100 * one.result["validation_accuracy"], 2)
     show_table(
         config.out,
         f"FOP at other meta learning rates, with the seed of tuning: steps ratio, and validation accuracy in "
-        f"percent, of which momentum has {judged(base)}. Nothing was chosen by it",
+        f"percent, of which momentum has {validation_accuracy(base)}. Nothing was chosen by it",
         ["meta learning rate", "steps ratio", "accuracy"],
         rows,
     )
     return figures
 
 
-def judged(finished: Finished) -> str:
+def validation_accuracy(finished: Finished) -> str:
     diverged = finished.result["diverged"]
     return "diverged" if diverged else f"{100 * finished.result['validation_accuracy']:.1f}"

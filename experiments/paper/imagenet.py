@@ -11,7 +11,7 @@ from experiments.reporting.summary import write_summary
 from experiments.runner import experiment, study
 from experiments.runner.presets import Preset
 from experiments.vision import imagenet_task, result_tables
-from experiments.vision.imagenet_task import Found, Train
+from experiments.vision.imagenet_task import ImageNetTask, ImageSet
 from experiments.vision.methods import Method
 from experiments.vision.step_timing import Timing
 from experiments.vision.training_curves import draw_training
@@ -157,10 +157,10 @@ def written(config: Config) -> Path:
     return root
 
 
-def plan(config: Config, found: Found) -> list[Train]:
+def plan(config: Config, found: ImageSet) -> list[ImageNetTask]:
     """Return the runs, seed by seed: what an interrupted study leaves is whole pairs."""
     return [
-        Train(
+        ImageNetTask(
             method=Method(name, config.lr),
             seed=seed,
             found=found,

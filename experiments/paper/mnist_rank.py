@@ -34,7 +34,7 @@ class Config(VisionConfig):
     """The appendix's figures of ranks and of angles: a 4-layer net of 100 units on MNIST, P = I + M Mᵀ.
 
     Rank 0 is momentum (0.9) alone. Within a seed all runs have the same first weights and batches, and are
-    compared with rank 0 pair by pair. The test images are looked at once, in the end of a run.
+    compared with rank 0 pair by pair. The test images are evaluated once, at the end of a run.
 
     smoke: seconds, on generated images. small: 5 epochs, 5 seeds, two learning rates, both rules, about 15
     minutes on two cores. paper: 10 epochs; the paper does not print its learning rate, its meta learning
@@ -213,9 +213,9 @@ def draw_ranks(config: Config, results: Mapping[Key, Sequence[Finished]]) -> Non
 def curve(axes: Axes, runs: Sequence[Finished], label: str, colour: Any, width: float) -> None:
     """Draw the error on validation images over training, its mean over seeds."""
     every = runs[0].task.judge_every
-    judged = statistics.gathered([r.metrics()["validation_accuracy"][every - 1 :: every] for r in runs])
-    steps = (torch.arange(judged.shape[1]) + 1) * every
-    band(axes, steps, 100 - 100 * judged, label, colour, width, shaded=False)
+    accuracy = statistics.gathered([r.metrics()["validation_accuracy"][every - 1 :: every] for r in runs])
+    steps = (torch.arange(accuracy.shape[1]) + 1) * every
+    band(axes, steps, 100 - 100 * accuracy, label, colour, width, shaded=False)
 
 
 def draw_angles(config: Config, results: Mapping[Key, Sequence[Finished]]) -> None:

@@ -126,39 +126,39 @@ def gathered(config: Config, name: str, runs: Sequence[Finished]) -> Cells:
     return Cells(100 * accuracy.view(shape), failed.view(shape))
 
 
-class Verdict(NamedTuple):
+class Comparison(NamedTuple):
     """What FOP gains in each cell, in points; the deviation over seeds, of both together; what that means.
 
     Better and worse are by at least one deviation; a cell in which FOP fails more often is worse whatever it
-    gains, and one in which both fail with every seed says nothing.
+    gains, and one in which both fail with every seed is not informative.
     """
 
     gain: Tensor
     deviation: Tensor
     better: Tensor
     worse: Tensor
-    says: Tensor
+    informative: Tensor
 
 
-def verdict(mine: Cells, base: Cells) -> Verdict:
+def compared(mine: Cells, base: Cells) -> Comparison:
     gain = (mine.accuracy - base.accuracy).mean(-1)
     deviation = ((mine.accuracy.var(-1) + base.accuracy.var(-1)) / 2).sqrt()
     more = mine.failed.sum(-1) > base.failed.sum(-1)
     better = (gain > 0) & (gain >= deviation) & ~more
     worse = (gain < 0) & (gain <= -deviation) | more
-    return Verdict(gain, deviation, better, worse, ~(mine.failed & base.failed).all(-1))
+    return Comparison(gain, deviation, better, worse, ~(mine.failed & base.failed).all(-1))
 
 
 def report(config: Config, name: str, mine: Cells, base: Cells) -> Summary:
     """Show both methods cell by cell, and how many cells FOP gains in, and loses in."""
-    found = verdict(mine, base)
-    gain, says = found.gain[found.says], found.says
+    found = compared(mine, base)
+    gain, informative = found.gain[found.informative], found.informative
     figures: Summary = {
-        f"{name}_cells": int(says.sum()),
-        f"{name}_cells_where_both_fail": int((~says).sum()),
-        f"{name}_share_no_worse": _share(~found.worse[says]),
+        f"{name}_cells": int(informative.sum()),
+        f"{name}_cells_where_both_fail": int((~informative).sum()),
+        f"{name}_share_no_worse": _share(~found.worse[informative]),
         f"{name}_share_ahead": _share(gain > 0),
-        f"{name}_share_better": _share(found.better[says]),
+        f"{name}_share_better": _share(found.better[informative]),
         f"{name}_mean_gain_points": round(gain.mean().item(), 3) if len(gain) else None,
         f"{name}_worst_cell_points": round(gain.min().item(), 3) if len(gain) else None,
         f"{name}_best_cell_points": round(gain.max().item(), 3) if len(gain) else None,
@@ -213,7 +213,7 @@ def draw(config: Config, cells: dict[str, Cells]) -> None:
 def heat_map(config: Config, axes: Axes, name: str, cells: dict[str, Cells]) -> Any:
     momenta, lrs = axes_of(config, name)
     means = cells[name].accuracy.mean(-1)
-    better = verdict(cells[name], cells[BASES.get(name, name)]).better
+    better = compared(cells[name], cells[BASES.get(name, name)]).better
     most = max(x.accuracy.mean(-1).max().item() for x in cells.values())
     shown = axes.imshow(means.numpy(), vmin=0, vmax=most, aspect="auto")
     for i in range(len(momenta)):

@@ -58,17 +58,17 @@ class ProgressBoard:
         self._left -= 1
         self._epochs[id(task)] = task.epochs
         seconds = time.monotonic() - self._began[id(task)]
-        said = one if isinstance(one, str) else _figures(one)
-        self._bar.console.print(f"{task.name}: {said} ({seconds:.0f} s)", highlight=False, soft_wrap=True)
+        outcome = one if isinstance(one, str) else _figures(one)
+        self._bar.console.print(f"{task.name}: {outcome} ({seconds:.0f} s)", highlight=False, soft_wrap=True)
         self._show()
 
     def _show(self) -> None:
         done = sum(self._epochs.values())
-        said = f"{self._runs - self._left} of {self._runs} runs, {done:.1f} of {self._total} epochs"
-        self._bar.update(self._task, completed=done, description=said)
+        text = f"{self._runs - self._left} of {self._runs} runs, {done:.1f} of {self._total} epochs"
+        self._bar.update(self._task, completed=done, description=text)
 
 
 def _figures(one: Finished) -> str:
     figures = {k: v for k, v in one.result.items() if isinstance(v, float) and k != "seconds"}
-    said = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items()]
-    return ", ".join([*(name.upper() for name, value in one.result.items() if value is True), *said])
+    figures_text = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items()]
+    return ", ".join([*(name.upper() for name, value in one.result.items() if value is True), *figures_text])

@@ -36,47 +36,47 @@ def carry_out(tasks: Sequence[Task], out: Path, workers: int, threads: int = 1) 
             torch.set_num_threads(threads)
             for task in waiting:
                 board.begun(task)
-                board.ended(task, _one(task, out, lambda epochs, task=task: board.moved(task, epochs)))
+                board.ended(task, _run_one(task, out, lambda epochs, task=task: board.moved(task, epochs)))
         else:
-            _side_by_side(waiting, out, min(workers, len(waiting)), threads, board)
+            _run_side_by_side(waiting, out, min(workers, len(waiting)), threads, board)
     found = [runs.finished(task, out) for task in tasks]
     undone = [str(runs.folder_of(task, out)) for task, one in zip(tasks, found, strict=True) if one is None]
     if undone:
         raise SystemExit(
-            f"{len(undone)} of {len(tasks)} runs are not done; why is said above, and in error.txt in "
+            f"{len(undone)} of {len(tasks)} runs are not done; the reason is above, and in error.txt in "
             f"{', '.join(undone[:3])}{' and others' if len(undone) > 3 else ''}. The same command goes on."
         )
     finished = [one for one in found if one is not None]
     with (out / RUNS_USED).open("a") as file:
         file.writelines(f"{one.folder.name}\n" for one in finished)
-    _warn_of_others(finished)
+    _warn_of_other_versions(finished)
     return finished
 
 
-def _one(task: Task, out: Path, tick: Callable[[float], None]) -> Finished | str:
+def _run_one(task: Task, out: Path, tick: Callable[[float], None]) -> Finished | str:
     """Carry out one run, or return why it failed."""
     try:
         finished = runs.carry_out(task, out, tick)
     except runs.InUse as error:
         return str(error)
     except (Exception, SystemExit) as error:
-        _note(task, out, traceback.format_exc())
+        _write_error(task, out, traceback.format_exc())
         return f"FAILED: {error}"
     (finished.folder / "error.txt").unlink(missing_ok=True)
     return finished
 
 
-def _note(task: Task, out: Path, why: str) -> None:
+def _write_error(task: Task, out: Path, why: str) -> None:
     folder = runs.folder_of(task, out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "error.txt").write_text(why)
 
 
 def _work(connection: Connection, out: Path, threads: int) -> None:
-    """In a process of its own: run what is sent, and tell how far it is, until told to stop, or alone."""
+    """In a worker process: run each task that is sent, and report its progress, until None is sent."""
     torch.set_num_threads(threads)
 
-    def tell(message: Any) -> None:
+    def report(message: Any) -> None:
         try:
             connection.send(message)
         except (BrokenPipeError, ConnectionResetError):
@@ -84,7 +84,7 @@ def _work(connection: Connection, out: Path, threads: int) -> None:
 
     try:
         while (task := connection.recv()) is not None:
-            tell(_one(task, out, tell))
+            report(_run_one(task, out, report))
     except (EOFError, ConnectionResetError, KeyboardInterrupt):
         os._exit(1)
 
@@ -94,13 +94,13 @@ class _Worker(NamedTuple):
     connection: Connection
 
 
-def _side_by_side(
+def _run_side_by_side(
     waiting: Sequence[Task], out: Path, workers: int, threads: int, board: ProgressBoard
 ) -> None:
     queue, at_work = list(waiting), dict[Any, tuple[_Worker, Task]]()
-    with _ended_with_us() as begin:
+    with _workers_of_this_study() as begin:
         for _ in range(workers):
-            _next(begin(out, threads), queue, at_work, board)
+            _give_next(begin(out, threads), queue, at_work, board)
         while at_work:
             for ready in wait(list(at_work)):
                 worker, task = at_work[ready]
@@ -110,22 +110,24 @@ def _side_by_side(
                     del at_work[ready]
                     worker.process.join()
                     why = f"FAILED: its process ended with exit code {worker.process.exitcode}"
-                    _note(task, out, f"{why}; that of one that is killed, as when memory is short, is -9.\n")
+                    _write_error(
+                        task, out, f"{why}; that of one that is killed, as when memory is short, is -9.\n"
+                    )
                     board.ended(task, why)
-                    _next(begin(out, threads), queue, at_work, board)
+                    _give_next(begin(out, threads), queue, at_work, board)
                     continue
                 if isinstance(message, float | int):
                     board.moved(task, message)
                 else:
                     del at_work[ready]
                     board.ended(task, message)
-                    _next(worker, queue, at_work, board)
+                    _give_next(worker, queue, at_work, board)
 
 
-def _next(
+def _give_next(
     worker: _Worker, queue: list[Task], at_work: dict[Any, tuple[_Worker, Task]], board: ProgressBoard
 ) -> None:
-    """Give a worker its next task, or let it go."""
+    """Give a worker its next task, or tell it to stop."""
     if queue:
         at_work[worker.connection] = (worker, queue[0])
         board.begun(queue[0])
@@ -135,8 +137,8 @@ def _next(
 
 
 @contextmanager
-def _ended_with_us() -> Iterator[Callable[[Path, int], _Worker]]:
-    """Give a function that begins a worker; none is left in the end."""
+def _workers_of_this_study() -> Iterator[Callable[[Path, int], _Worker]]:
+    """Give a function that starts a worker; all of them have ended when the block is left."""
     context, begun = multiprocessing.get_context("spawn"), list[_Worker]()
 
     def begin(out: Path, threads: int) -> _Worker:
@@ -158,8 +160,8 @@ def _ended_with_us() -> Iterator[Callable[[Path, int], _Worker]]:
             worker.process.join()
 
 
-def _warn_of_others(finished: Sequence[Finished]) -> None:
-    """Say so if runs, or parts of them, were made by another commit, version or machine than is here now."""
+def _warn_of_other_versions(finished: Sequence[Finished]) -> None:
+    """Warn if runs, or parts of them, were made by another commit, version or machine than this one."""
     here = made_by()
     made = [json.loads((one.folder / "config.json").read_text())["parts"] for one in finished]
     others = [[part for part in parts if {k: part[k] for k in here} != here] for parts in made]

@@ -185,13 +185,13 @@ def learned(config: Config, problem: Problem, method: Method, tick: Callable[[],
         training.meta(first, hyper, Generator().manual_seed(config.seed + seed))
         for seed in range(config.seeds)
     ]
-    steer = online.meta(metas[0], Adam().hyper(lr=0.0))
+    outer_meta = online.meta(metas[0], Adam().hyper(lr=0.0))
 
     def init(lr: Tensor, precond: Any, params: Any, buffers: Any) -> Any:
         return online.init(Meta(metas[0].hyper._replace(lr=lr), precond), training.init(params, buffers))
 
     def step(meta_lr: Tensor, state: Any, batch: Any) -> Any:
-        return online.step(Meta(steer.hyper._replace(lr=meta_lr), {}), state, batch)
+        return online.step(Meta(outer_meta.hyper._replace(lr=meta_lr), {}), state, batch)
 
     def step_all(state: Any, batch: Any) -> Any:
         return vmap(step)(meta_lrs.flatten(), state, batch)

@@ -17,23 +17,23 @@ from experiments.vision.loading import loader
 from experiments.vision.loop import Loop, Order
 from experiments.vision.methods import Method
 
-ROOT, LOADERS = "METAFOP_IMAGES", "METAFOP_LOADERS"  # how the runs of a study are told what `prepare` was
+ROOT, LOADERS = "METAFOP_IMAGES", "METAFOP_LOADERS"  # set by `prepare`, read by worker processes
 
 
 @dataclass(frozen=True)
-class Found:
-    """What tells one folder of images from another, wherever they lie."""
+class ImageSet:
+    """What identifies a set of images, wherever its folder is."""
 
     images: int  # to train on
     validation: int
     classes: int
-    names: str  # a sum of the names of all
+    names: str  # a hash of the names of all
 
 
-def prepare(root: Path, loaders: int) -> Found:
-    """Name the folder of images, and how many processes read for each run, to this process and its workers.
+def prepare(root: Path, loaders: int) -> ImageSet:
+    """Set the folder of images, and how many processes read for each run, for this process and its workers.
 
-    What is wrong with the folder is said now.
+    Raises SystemExit at once if the folder does not have the layout of ImageNet.
     """
     os.environ |= {ROOT: str(root.absolute()), LOADERS: str(loaders)}
     listed.cache_clear()
@@ -45,22 +45,24 @@ def listed(root: Path) -> image_folder.Listing:
     return image_folder.listing(root)
 
 
-def found(listing: image_folder.Listing, root: Path) -> Found:
+def found(listing: image_folder.Listing, root: Path) -> ImageSet:
     names = hashlib.sha256()
     for sample in (*listing.training, *listing.validation):
         names.update(sample.path.removeprefix(str(root)).encode() + b"\0")
-    return Found(len(listing.training), len(listing.validation), len(listing.classes), names.hexdigest()[:16])
+    return ImageSet(
+        len(listing.training), len(listing.validation), len(listing.classes), names.hexdigest()[:16]
+    )
 
 
 @dataclass(frozen=True)
-class Train:
+class ImageNetTask:
     """The settings of a run."""
 
     kind: ClassVar[str] = "experiments.image_files"
 
     method: Method
     seed: int  # of the first weights, and of the order and the crops of the images
-    found: Found
+    found: ImageSet
     epochs: int
     decays: tuple[float, ...]  # epochs after which the learning rate is divided by ten
     size: int
@@ -81,7 +83,7 @@ class Train:
                 f"The images in {root} are not those of this run, {self.found}. Put them back, or start the "
                 "study again, with the images that are there now."
             )
-        # What goes on after it was interrupted is to end with the same bits, on an accelerator too.
+        # A resumed run is to end with the same bits, on an accelerator too.
         if torch.cuda.is_available():
             torch.backends.cudnn.deterministic = True
         model = self.network().to(device())
@@ -93,7 +95,7 @@ class Train:
         return Loop(
             model,
             optimizer,
-            Files(training, self.batch, self.seed, loaders),
+            FileFeed(training, self.batch, self.seed, loaders),
             validation=lambda: once(validation, self.batch, loaders),
             test=None,
             epochs=self.epochs,
@@ -120,12 +122,12 @@ def half_precision() -> torch.dtype:
     return torch.float16 if lacking else torch.bfloat16
 
 
-class Files:
-    """A feed of images in files. It is ahead of training, but its place is that of the batch last given."""
+class FileFeed:
+    """A feed of images in files. It reads ahead; its saved place is that of the last batch it gave."""
 
     def __init__(self, images: image_folder.Folder, batch: int, seed: int, loaders: int) -> None:
         self._order = Order(len(images), batch, seed)
-        self._loader = loader(images, Rest(self._order), loaders, lasting=True)
+        self._loader = loader(images, RemainingBatches(self._order), loaders, lasting=True)
         self._coming: Iterator[tuple[Tensor, Tensor]] = iter(())
 
     @property
@@ -148,7 +150,7 @@ class Files:
         self._coming = iter(self._loader)
 
 
-class Rest:
+class RemainingBatches:
     """The batches that are left of an epoch, of images by index and epoch."""
 
     def __init__(self, order: Order) -> None:

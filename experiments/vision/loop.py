@@ -1,4 +1,4 @@
-"""An ordinary training loop that can be stopped after any step, and goes on to the same bits."""
+"""An ordinary training loop that can be stopped after any step, and resumes to the same bits."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from metafop import diagnostics
 from metafop.optim import FOP
 from metafop.tensorboard import Logger
 
-AT_ONCE = 20  # steps between two looks at the clock, and at the numbers on an accelerator
+STEPS_AT_ONCE = 20  # steps of one `advance`; losses are read from an accelerator after them
 Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]  # gives batches that are not trained on
 COLUMNS = ("step", "epoch", "lr", "loss", "validation_loss", "validation_accuracy")
 
@@ -82,7 +82,7 @@ class Order:
         self._batches = shuffled[: self.steps * self._batch].view(self.steps, self._batch)
 
 
-class Memory:
+class InMemoryFeed:
     """A feed of images that are in memory."""
 
     def __init__(self, images: Tensor, labels: Tensor, batch: int, seed: int) -> None:
@@ -107,10 +107,10 @@ class Memory:
 
 
 class Loop:
-    """Trains a model for some epochs, and looks at validation images after each, or every so many steps.
+    """Trains a model, and evaluates validation images after every epoch, or every so many steps.
 
     `decays` are the epochs after which the learning rate is divided by ten. Where a loss is not finite,
-    training ends there: the run has diverged.
+    training ends: the run has diverged.
     """
 
     def __init__(
@@ -163,13 +163,13 @@ class Loop:
         if self._diverged:
             return []
         rows, losses = list[dict[str, float]](), list[Tensor]()
-        for _ in range(min(AT_ONCE, self._total - self._step)):
+        for _ in range(min(STEPS_AT_ONCE, self._total - self._step)):
             lr = self._optimizer.param_groups[0]["lr"]
             losses.append(self.learn(*next(self._feed)))
             rows.append({"step": self._step, "epoch": self.epochs, "lr": lr} | self._angles())
             self._step += 1
             if self._step % self._judge_every == 0:
-                rows[-1] |= self._look(logger)
+                rows[-1] |= self._validate(logger)
         for row, loss in zip(rows, torch.stack(losses).tolist() if losses else [], strict=True):
             row["loss"] = loss
             self._diverged |= not abs(loss) < math.inf
@@ -193,8 +193,8 @@ class Loop:
         found = diagnostics.angles(*self._optimizer.inspect())
         return {name: angle.item() for name, angle in found.items() if name in self.columns}
 
-    def _look(self, logger: Logger) -> dict[str, float]:
-        """MethodInfo at the validation images, and at what FOP has learned."""
+    def _validate(self, logger: Logger) -> dict[str, float]:
+        """Evaluate the validation images, and log what FOP has learned."""
         if isinstance(self._optimizer, FOP) and not self._angles_every:
             training, meta, grads = self._optimizer.inspect()
             logger.diagnostics(self._step - 1, training, meta, grads)
@@ -239,7 +239,7 @@ class Loop:
             part.load_state_dict(state[name])
 
     def finish(self, folder: Path) -> dict[str, Any]:
-        """Return the figures; the test images are looked at here, and only here."""
+        """Return the figures; the test images are evaluated here, and only here."""
         save(folder / "model.pt", self._model.state_dict())
         if self._matrices is not None:
             save(folder / "matrices.pt", self._matrices)

@@ -101,8 +101,8 @@ def pairs_table(out: Path, results: Results, of: str, epoch: int, drop: float) -
             if ratio:
                 figures[f"{name}_never_there"] = int(values.isnan().sum())
             cells = ["–" if x is None else f"{x:.3f}" if ratio else f"{x:+.3f}" for x in found]
-            said = "–" if p is None else f"{p:.1g}"
-            rows.append([METHODS[name].label, view.replace("_", " "), *cells, said, ahead])
+            p_text = "–" if p is None else f"{p:.1g}"
+            rows.append([METHODS[name].label, view.replace("_", " "), *cells, p_text, ahead])
     show_table(
         out,
         "Against momentum, pair by pair, with 95 % t-intervals, and p-values that are not adjusted for their "
@@ -129,7 +129,10 @@ def views(
         final = math.nan if other.result["diverged"] else theirs[-epoch:].mean().item()
         ratios.append(statistics.steps_to(losses, final, epoch) / statistics.steps_to(theirs, final, epoch))
         differences.append(math.nan if mine.result["diverged"] else losses[-epoch:].mean().item() - final)
-        before.append(_judged(metrics, int(drop) * epoch) - _judged(base_metrics, int(drop) * epoch))
+        before.append(
+            _validation_accuracy(metrics, int(drop) * epoch)
+            - _validation_accuracy(base_metrics, int(drop) * epoch)
+        )
     found = {
         "steps_ratio": (torch.tensor(ratios, dtype=torch.float64), -1),
         "final_loss_difference": (torch.tensor(differences, dtype=torch.float64), -1),
@@ -139,7 +142,7 @@ def views(
     return found | ({"accuracy_before_the_drop": (known, 1)} if known.isfinite().any() else {})
 
 
-def _judged(metrics: Mapping[str, Tensor], steps: int) -> float:
-    """Return the accuracy in percent on validation images after so many steps; NaN if nobody looked."""
-    judged = metrics["validation_accuracy"]
-    return 100 * judged[steps - 1].item() if 0 < steps <= len(judged) else math.nan
+def _validation_accuracy(metrics: Mapping[str, Tensor], steps: int) -> float:
+    """Return the accuracy in percent on validation images after so many steps; NaN if it was not measured."""
+    accuracy = metrics["validation_accuracy"]
+    return 100 * accuracy[steps - 1].item() if 0 < steps <= len(accuracy) else math.nan

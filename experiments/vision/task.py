@@ -14,10 +14,10 @@ from torch.nn.functional import avg_pool2d
 from experiments import data
 from experiments.data import files
 from experiments.vision import models
-from experiments.vision.loop import Loop, Memory
+from experiments.vision.loop import InMemoryFeed, Loop
 from experiments.vision.methods import Method
 
-JUDGED_AT_ONCE = 500  # images
+EVALUATION_BATCH = 500  # images
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Classify:
     data: data.Name
     images: int
     validation: int
-    test: int  # test images, looked at once, in the end; 0 while settings are still being chosen
+    test: int  # test images, evaluated once, at the end; 0 while settings are being chosen
     model: Literal["mlp", "all-conv"]
     widths: tuple[int, ...]
     epochs: int
@@ -40,7 +40,7 @@ class Classify:
     pool: int = 1  # side of the squares of pixels whose mean is taken
     judge_every: int = 0  # steps, for the validation images; 0: after every epoch
     angles_every: int = 0  # steps, for the angles between gradients and P times them
-    keep_matrices: bool = False  # every P, whenever there is a look at the validation images
+    keep_matrices: bool = False  # every P, each time that the validation images are evaluated
 
     @property
     def name(self) -> str:
@@ -53,13 +53,13 @@ class Classify:
 
     def start(self) -> Loop:
         if torch.cuda.is_available():
-            torch.backends.cudnn.deterministic = True  # or a run that goes on would end with other bits
+            torch.backends.cudnn.deterministic = True  # or a resumed run would end with other bits
         parts = split(self.data, self.images, self.validation, self.test, self.pool)
         model = self.network(parts.training.images.shape[1:]).to(parts.training.images.device)
         return Loop(
             model,
             self.method.optimizer(model, self.seed),
-            Memory(*parts.training, self.batch, self.seed),
+            InMemoryFeed(*parts.training, self.batch, self.seed),
             validation=(lambda: batches(parts.validation)) if self.validation else None,
             test=(lambda: batches(parts.test)) if self.test else None,
             epochs=self.epochs,
@@ -81,7 +81,7 @@ class Classify:
 
 
 def prepare(name: data.Name, folder: Path | None) -> None:
-    """Name the folder of all data to this process and its workers; what is wrong with it is said now."""
+    """Set the data folder for this process and its workers; raises at once if the dataset cannot be read."""
     if folder is not None:
         os.environ[files.FOLDER] = str(folder)
     data.load(name)
@@ -131,4 +131,4 @@ def pooled(images: Tensor, pool: int) -> Tensor:
 
 
 def batches(part: Labelled) -> Iterator[tuple[Tensor, Tensor]]:
-    yield from zip(part.images.split(JUDGED_AT_ONCE), part.labels.split(JUDGED_AT_ONCE), strict=True)
+    yield from zip(part.images.split(EVALUATION_BATCH), part.labels.split(EVALUATION_BATCH), strict=True)

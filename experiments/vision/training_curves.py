@@ -26,16 +26,16 @@ def draw_training(
         name: [statistics.gathered([*(m[column] for m in metrics), never])[:-1] for column in DRAWN]
         for name, metrics in ((name, [r.metrics() for r in runs]) for name, runs in results.items())
     }
-    judged = any(accuracy.isfinite().any() for _, accuracy in found.values())
-    figure = Figure(figsize=(12 if judged else 6.5, 4.6), layout="constrained")
-    panels = figure.subplots(1, 2 if judged else 1, squeeze=False)[0]
+    validated = any(accuracy.isfinite().any() for _, accuracy in found.values())
+    figure = Figure(figsize=(12 if validated else 6.5, 4.6), layout="constrained")
+    panels = figure.subplots(1, 2 if validated else 1, squeeze=False)[0]
     for name, (losses, accuracy) in found.items():
         width, shaded = (2.2, True) if name in ("momentum", "fop") else (1.2, False)
         label, colour = f"{METHODS[name].label} ({len(losses)} seeds)", METHODS[name].colour
         means = statistics.smoothed(losses, epoch)
         steps = (torch.arange(means.shape[1]) + epoch) / epoch
         band(panels[0], steps, means, label, colour, width, shaded)
-        if judged:
+        if validated:
             ends = 100 * accuracy[:, epoch - 1 :: epoch]
             band(panels[1], range(1, epochs + 1), ends, label, colour, width, shaded)
             panels[1].set_ylabel("validation accuracy (%)")

@@ -26,7 +26,7 @@ def in_short_parts(task, out, connection):
     After four of them it waits for leave to go on: however slow the test, it is not done before it is killed.
     """
     torch.set_num_threads(1)
-    runs.CHECKPOINT_SECONDS, loop.AT_ONCE = 0.0, 3
+    runs.CHECKPOINT_SECONDS, loop.STEPS_AT_ONCE = 0.0, 3
     told = count(1)
 
     def tick(epochs):

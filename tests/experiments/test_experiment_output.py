@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from experiments.paper import toy
+from experiments.paper.toy.command import Config
 from experiments.reporting.summary import write_summary
 from experiments.runner import experiment
 
@@ -23,5 +23,5 @@ def test_a_second_run_removes_what_would_pass_for_its_own_and_nothing_else(tmp_p
     for name in removed + kept:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")
-    experiment.begin(toy.Config(out=tmp_path))
+    experiment.begin(Config(out=tmp_path))
     assert [name for name in removed + kept if (tmp_path / name).exists()] == kept

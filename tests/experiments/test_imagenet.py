@@ -15,7 +15,7 @@ from experiments.data import generated, image_folder
 from experiments.paper import imagenet
 from experiments.runner import runs
 from experiments.vision import imagenet_task
-from experiments.vision.imagenet_task import Found, Train
+from experiments.vision.imagenet_task import ImageNetTask, ImageSet
 from experiments.vision.methods import Method
 from metafop import tree
 from metafop.optim import FOP
@@ -45,7 +45,7 @@ def images(tmp_path):
 
 def a_run(found, **changes):
     """Two epochs of six steps."""
-    task = Train(
+    task = ImageNetTask(
         method=Method("fop", lr=0.05),
         seed=0,
         found=found,
@@ -95,7 +95,7 @@ def test_smoke_writes_what_it_says_and_is_not_run_twice(tmp_path):
 def test_the_paper_preset_is_the_papers():
     config = imagenet.PRESETS["paper"]
     assert config.methods == ("momentum", "s-hd", "pp-hd", "fop-norm", "fop-paper", "fop")
-    tasks = imagenet.plan(config, Found(1_281_167, 50_000, 1000, ""))
+    tasks = imagenet.plan(config, ImageSet(1_281_167, 50_000, 1000, ""))
     assert [task.seed for task in tasks] == [0] * 6 + [1] * 6 + [2] * 6
     for task in tasks:
         assert (task.epochs, task.batch, task.decays) == (60, 256, (25, 50))
@@ -110,7 +110,7 @@ def test_the_schedule_of_small_drops_at_the_same_parts():
 
 
 def test_resnet18_and_its_preconditioners_are_as_large_as_docs_errata_says():
-    task = a_run(Found(1_281_167, 50_000, 1000, ""), width=64)
+    task = a_run(ImageSet(1_281_167, 50_000, 1000, ""), width=64)
     model = task.network()
     assert sum(p.numel() for p in model.parameters()) == 11_689_512
     assert task.network()[:4](torch.zeros(1, 3, 224, 224)).shape == (1, 64, 56, 56)
@@ -133,7 +133,7 @@ from experiments.vision import loop
 from experiments.runner import runs
 
 torch.set_num_threads(1)
-runs.CHECKPOINT_SECONDS, loop.AT_ONCE = 0.0, 2
+runs.CHECKPOINT_SECONDS, loop.STEPS_AT_ONCE = 0.0, 2
 learn = loop.Loop.learn
 
 def killed(self, *batch):

@@ -28,21 +28,21 @@ def cells(*accuracies):
 
 
 def test_a_cell_in_which_more_runs_fail_is_worse_however_they_spread():
-    found = robustness.verdict(cells([70, 70, 10]), cells([70, 70, 70]))
+    found = robustness.compared(cells([70, 70, 10]), cells([70, 70, 70]))
     assert found.gain.abs() < found.deviation
     assert found.worse.item()
 
 
 def test_a_cell_in_which_both_fail_is_neither_better_nor_worse_and_does_not_count():
-    found = robustness.verdict(cells([10, 10], [60, 61]), cells([10, 10], [50, 51]))
+    found = robustness.compared(cells([10, 10], [60, 61]), cells([10, 10], [50, 51]))
     assert found.better.tolist() == [[False, True]]
     assert found.worse.tolist() == [[False, False]]
-    assert found.says.tolist() == [[False, True]]
+    assert found.informative.tolist() == [[False, True]]
 
 
 @pytest.mark.parametrize(("gain", "better", "worse"), [(0.9, 0, 0), (1.1, 1, 0), (-0.9, 0, 0), (-1.1, 0, 1)])
 def test_better_and_worse_are_by_one_deviation(gain, better, worse):
     base = torch.tensor([49.0, 50.0, 51.0])
-    found = robustness.verdict(cells((base + gain).tolist()), cells(base.tolist()))
+    found = robustness.compared(cells((base + gain).tolist()), cells(base.tolist()))
     assert found.deviation.item() == pytest.approx(1)
     assert (found.better.item(), found.worse.item()) == (better, worse)

@@ -8,7 +8,7 @@ import pytest
 from experiments.paper.bipedal.ppo import Settings
 from experiments.paper.bipedal.task import BipedalTask
 from experiments.runner.runs import folder_of
-from experiments.vision.imagenet_task import Found, Train
+from experiments.vision.imagenet_task import ImageNetTask, ImageSet
 from experiments.vision.methods import Method
 from experiments.vision.step_timing import Timing
 from experiments.vision.task import Classify
@@ -26,10 +26,10 @@ CLASSIFY = Classify(
     decays=(10.5,),
     batch=128,
 )
-IMAGENET = Train(
+IMAGENET = ImageNetTask(
     method=Method("momentum", 0.1),
     seed=1,
-    found=Found(4000, 1000, 10, "0123456789abcdef"),
+    found=ImageSet(4000, 1000, 10, "0123456789abcdef"),
     epochs=12,
     decays=(5.0, 10.0),
     size=64,

@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import pytest
@@ -60,7 +60,7 @@ class Killed(Classify):
 
 
 def test_a_worker_that_is_killed_takes_only_its_run_with_it(tmp_path):
-    killed = Killed(**{name: getattr(SHORT, name) for name in SHORT.__dataclass_fields__})
+    killed = Killed(**{field.name: getattr(SHORT, field.name) for field in fields(SHORT)})
     tasks = [killed, replace(SHORT, seed=1), replace(SHORT, seed=2)]
     with pytest.raises(SystemExit, match="1 of 3 runs are not done"):
         study.carry_out(tasks, tmp_path, workers=2)

@@ -5,10 +5,13 @@ import math
 
 import pytest
 import torch
+from experiments.paper.command import SWEPT, Config, Descent, sweep, trace
+from experiments.paper.methods import METHODS
+from experiments.paper.surfaces import SURFACES
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments.__main__ import main
-from experiments.paper import toy
+from metafop.tensorboard import Logger
 
 
 def test_toy_reproduces_figure_1_and_writes_it_down(tmp_path):
@@ -21,7 +24,7 @@ def test_toy_reproduces_figure_1_and_writes_it_down(tmp_path):
     assert [summary["booth_fop"], summary["booth_fop_paper"]] == pytest.approx([540, 536], abs=3)
     assert summary["booth_fop_safe"] < 300
     assert summary["himmelblau_fop_safe"] < 200
-    for method in toy.SWEPT:
+    for method in SWEPT:
         assert {f"booth_failures_{method}", f"booth_failures_{method}_worst"} <= summary.keys()
         assert summary[f"himmelblau_failures_{method}"] <= summary[f"himmelblau_failures_{method}_worst"]
 
@@ -37,23 +40,23 @@ def test_toy_reproduces_figure_1_and_writes_it_down(tmp_path):
     assert events.Scalars("eigenvalue_max/x")[-1].value > 1
 
 
-@pytest.mark.parametrize("method", ["gd", *toy.SWEPT])
+@pytest.mark.parametrize("method", ["gd", *SWEPT])
 def test_a_sweep_counts_as_single_runs_do(method, tmp_path):
-    config = toy.Config(meta_lr=0.1, meta_lrs=(1e-3,), steps=40, sweep_steps=40, tolerance=100.0)
-    surface, starts = toy.SURFACES["booth"], [(8.0, 4.0), (1.0, -2.0), (1.0, 3.5)]
+    config = Config(meta_lr=0.1, meta_lrs=(1e-3,), steps=40, sweep_steps=40, tolerance=100.0)
+    surface, starts = SURFACES["booth"], [(8.0, 4.0), (1.0, -2.0), (1.0, 3.5)]
     points = torch.tensor(starts)
-    swept = toy.sweep(toy.METHODS[method], surface, 0.005, points, config)[config.grid.index(0.1)]
-    with toy.Logger(tmp_path) as logger:
-        runs = [toy.Descent(start, lr=0.005, box=0.0) for start in starts]
-        single = [toy.trace(toy.METHODS[method], surface, descent, config, logger).steps for descent in runs]
+    swept = sweep(METHODS[method], surface, 0.005, points, config)[config.grid.index(0.1)]
+    with Logger(tmp_path) as logger:
+        runs = [Descent(start, lr=0.005, box=0.0) for start in starts]
+        single = [trace(METHODS[method], surface, descent, config, logger).steps for descent in runs]
     assert swept.tolist() == [math.inf if steps is None else steps for steps in single]
 
 
 def test_the_safeguarded_default_does_not_fail_where_the_paper_does(generator):
-    config = toy.Config(starts=20, meta_lrs=(1e-1,), sweep_steps=300)
+    config = Config(starts=20, meta_lrs=(1e-1,), sweep_steps=300)
     points = 10 * (2 * torch.rand(20, 2, generator=generator) - 1)
     counts = {
-        name: toy.sweep(toy.METHODS[name], toy.SURFACES["booth"], 0.005, points, config)[-1]
+        name: sweep(METHODS[name], SURFACES["booth"], 0.005, points, config)[-1]
         for name in ("paper", "exact", "safe")
     }
     failures = {name: found.isinf().double().mean().item() for name, found in counts.items()}

@@ -24,7 +24,7 @@ def costs(
 ) -> Summary:
     """Return percent of time and bytes, for each case and horizon, by steps as they are and compiled.
 
-    "first" is the first estimate of a training, which is looked at once.
+    "first" is the first estimate of a training, for which some checks run once.
     """
     figures: Summary = {}
     for name, case in cases.items():

@@ -20,7 +20,7 @@ from experiments.reporting.tables import show_table
 from experiments.runner.runs import Finished
 
 LATE = 0.2  # of the training, its end
-BASES: tuple[Name, ...] = ("momentum", "adam")  # that FOP is said to be ahead of
+BASES: tuple[Name, ...] = ("momentum", "adam")  # that the paper compares FOP with
 LAYERS = {"hidden.0": "first", "hidden.2": "second", "mean": "actions", "value": "value"}
 
 
@@ -77,7 +77,7 @@ def report(out: Path, results: Results) -> Summary:
 
 
 def report_pairs(out: Path, results: Results) -> Summary:
-    """Show FOP against what it is said to be ahead of, and our PPO against another, pair by pair."""
+    """Show FOP against momentum and Adam, and our PPO against another, pair by pair."""
     figures: Summary = {}
     rows = []
     pairs: list[tuple[Name, Name]] = [(name, base) for name in META_RATES for base in BASES]
@@ -94,7 +94,7 @@ def report_pairs(out: Path, results: Results) -> Summary:
             cells = [compared(gain, f"{terrain}_{name}_over_{base}{what}") for what, gain in gains.items()]
             for found, _ in cells:
                 figures |= found
-            rows.append([f"{STYLES[name][0]} over {STYLES[base][0]}", terrain, *(said for _, said in cells)])
+            rows.append([f"{STYLES[name][0]} over {STYLES[base][0]}", terrain, *(text for _, text in cells)])
     if rows:
         show_table(
             out,
@@ -114,8 +114,8 @@ def compared(gain: Tensor, key: str) -> tuple[Summary, str]:
     figures[f"{key}_p"] = None if p is None else float(f"{p:.2g}")
     figures[f"{key}_ahead"] = f"{int((finite > 0).sum())} of {len(finite)}"
     mean, low, high = ("–" if x is None else f"{x:+.1f}" for x in found)
-    p_said = "–" if p is None else f"{p:.2g}"
-    return figures, f"{mean} ({low} to {high}; p {p_said}; {figures[f'{key}_ahead']})"
+    p_text = "–" if p is None else f"{p:.2g}"
+    return figures, f"{mean} ({low} to {high}; p {p_text}; {figures[f'{key}_ahead']})"
 
 
 def report_new_landscapes(out: Path, results: Results) -> Summary:

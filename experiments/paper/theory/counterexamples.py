@@ -57,7 +57,7 @@ def rise(step: float) -> float:
 
 
 def theorem_1() -> dict[str, Example]:
-    """f is |θ|²/2, with L = μ = 1, if nothing else is said."""
+    """f is |θ|²/2, with L = μ = 1, unless stated otherwise."""
     rho = 2 * 0.5 - 0.5**2
     shrinking = [(1.0, 0.5**k) for k in range(1, 201)]
     promise = torch.tensor([least for _, least in shrinking], dtype=torch.float64).neg().log1p().sum().exp()
@@ -86,7 +86,7 @@ def theorem_1() -> dict[str, Example]:
 
 
 def theorem_2() -> dict[str, Example]:
-    """ρ is 0.02 and log cosh starts from 1e5 if nothing else is said; or ρ is 1.5, from 10. p∞ is 0.1."""
+    """ρ is 0.02 and log cosh starts from 1e5 unless stated otherwise; or ρ is 1.5, from 10. p∞ is 0.1."""
     turn = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64)  # g pᵀ + p gᵀ for g ⟂ p
     grown = theorem2.norm(torch.eye(2, dtype=torch.float64) + SLOW * turn).item()
     free = on_a_line("plain", FAR, SLOW, steps=100).log_norm[-1].exp().item()  # M has moved 99 times
@@ -107,11 +107,11 @@ def norm_curves() -> Curves:
     """‖P‖ on log cosh from far away, with its bounds."""
     free = on_a_line("plain", FAR, SLOW, steps=100)
     one = torch.ones(1, dtype=torch.float64)
-    said = theorem2.bounds(Learned(free, one, SLOW * one))
+    bounds = theorem2.bounds(Learned(free, one, SLOW * one))
     return {
         "‖P‖ of FOP": (free.log_norm.exp(), "black", "-"),
-        "(1 + 2ρεK²)^(2t), corrected": (said.corrected.exp(), BLUE, "--"),
-        "1 + tρK², printed": (said.printed.exp(), ORANGE, "--"),
+        "(1 + 2ρεK²)^(2t), corrected": (bounds.corrected.exp(), BLUE, "--"),
+        "1 + tρK², printed": (bounds.printed.exp(), ORANGE, "--"),
     }
 
 

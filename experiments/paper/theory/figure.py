@@ -35,8 +35,8 @@ def draw_descent(axes: Axes, found: Descents, i: int, out: Path) -> None:
     for name, colour in (("printed", ORANGE), ("corrected", BLUE)):
         claim, values = found.claims[name], found.values[name][:, i]
         curves[f"run, {name} step {claim.step[i]:.3g}"] = (values / values[0], colour, "-")
-        said = claim.rate[i] ** torch.arange(len(values))
-        curves[f"{name} claim, {claim.rate[i]:.3g} a step"] = (said, colour, "--")
+        claimed = claim.rate[i] ** torch.arange(len(values))
+        curves[f"{name} claim, {claim.rate[i]:.3g} a step"] = (claimed, colour, "--")
     plot(axes, curves, out, first=0)
     axes.set(xlabel="steps", ylabel="(f − f*) / (f − f*) at the start", yscale="log")
     axes.set(xlim=(0, 40), ylim=(1e-7, 2))

@@ -74,11 +74,11 @@ def theorem_2(
         for rho in meta_lrs:
             words, key = f"{name.replace('_', ' ')}, ρ = {rho:g}", f"theorem2_{name}_rho{rho:g}"
             free = by_rule["plain"].at(rho)
-            said = theorem2.bounds(free)
-            over = (free.run.log_norm - said.printed).max().item() / math.log(10)
+            claimed = theorem2.bounds(free)
+            over = (free.run.log_norm - claimed.printed).max().item() / math.log(10)
             broken = {
                 f"{which}_bound_broken": _share((free.run.log_norm > bound + 1e-9).any(0))
-                for which, bound in said._asdict().items()
+                for which, bound in claimed._asdict().items()
             }
             norms.append([words, *(_percent(share) for share in broken.values()), _power(over)])
             found = {rule: ending(rule, runs.at(rho), limit) for rule, runs in by_rule.items()}

@@ -106,10 +106,10 @@ def follow(
         meta, carry = training.meta({"x": x}, SGD().hyper(lr=1.0)), training.init({"x": x})
         return online.meta(meta, SGD().hyper(lr=rho)), online.init(meta, carry)
 
-    steer, state = vmap(begin)(start, meta_lr)
+    outer_meta, state = vmap(begin)(start, meta_lr)
     seen, p = [], torch.zeros_like(start)
     for t in range(1, steps + 1):
-        state, info = vmap(rule.online(function, limit, t).step)(steer, state, problems)
+        state, info = vmap(rule.online(function, limit, t).step)(outer_meta, state, problems)
         m, g = state.meta.precond["x"], state.last_seen.grads["x"]
         singular = torch.linalg.svdvals(m if isinstance(m, Tensor) else m.inner)
         seen.append(
@@ -140,7 +140,7 @@ class Learned(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """log of what ‖P‖₂ is said to stay below, (steps, runs), for P = I at the start."""
+    """log of the upper bounds of ‖P‖₂, (steps, runs), for P = I at the start."""
 
     middle: Tensor  # 1 + ρ Σ |gᵀp|, as printed
     printed: Tensor  # 1 + t ρ K², as printed

@@ -20,7 +20,7 @@ class Horizons:
     All are derivatives of one outer loss, that of all validation digits, from one point on the same batches.
     "T steps" is exact, of the loss after T steps. "One step" is the online rule: of the loss after the first
     of them; "summed" is its sum over the T steps, where learning online would go meanwhile. Online, P is
-    credited for the last gradient or, as by `Online` unless told otherwise, for the whole velocity.
+    credited for the last gradient or, as by `Online` by default, for the whole velocity.
     """
 
     lrs: tuple[float, ...] = (0.003, 0.05, 0.3)  # too small, about right, too large

@@ -1,10 +1,9 @@
 """Figure 1 of the paper, and how often each order and safeguard fails from random starts."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,12 +14,13 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.func import vmap
 
+from experiments.paper.toy.methods import METHODS, Method
+from experiments.paper.toy.surfaces import SURFACES, Surface
 from experiments.reporting.summary import Summary, write_summary
 from experiments.reporting.tables import show_table
 from experiments.runner import experiment
 from experiments.runner.progress import progress
-from metafop import SGD, Adam, Bounded, Dense, Normalized, Online, Preconditioner, Training, safeguards, tree
-from metafop.functional import plain
+from metafop import tree
 from metafop.tensorboard import Logger
 
 
@@ -59,75 +59,6 @@ class Config:
         return sorted({*self.meta_lrs, self.meta_lr})
 
 
-class Surface(NamedTuple):
-    """A function to minimise, its minima, the part to draw, and the steps that the paper's caption gives."""
-
-    loss: Callable[[dict[str, Tensor], Any], Tensor]
-    minima: list[tuple[float, float]]
-    view: tuple[float, float, float, float]  # left, right, bottom, top
-    paper: dict[str, int]  # by name in the figure
-
-
-def booth(params: dict[str, Tensor], batch: Any) -> Tensor:
-    x, y = params["x"][0], params["x"][1]
-    return (x + 2 * y - 7) ** 2 + (2 * x + y - 5) ** 2
-
-
-def himmelblau(params: dict[str, Tensor], batch: Any) -> Tensor:
-    x, y = params["x"][0], params["x"][1]
-    return (x**2 + y - 11) ** 2 + (x + y**2 - 7) ** 2
-
-
-VALLEYS = [(3.0, 2.0), (-2.805118, 3.131312), (-3.779310, -3.283186), (3.584428, -1.848127)]
-SURFACES = {  # by name in Config
-    "booth": Surface(booth, [(1.0, 3.0)], (-1, 9, -1, 5.5), {"gd": 832, "fop": 543, "adam": 6221}),
-    "himmelblau": Surface(himmelblau, VALLEYS, (-0.5, 4.5, -3, 3.5), {"gd": 386, "fop": 289, "adam": 5398}),
-}
-
-
-class Method(NamedTuple):
-    """One way to descend: an optimizer, a family of P, and who learns P. If nobody does, P stays M = I."""
-
-    label: str
-    online: Callable[[Training], Online] | None = None
-    family: Preconditioner = Dense()
-    optimizer: SGD | Adam = SGD()
-
-    def training(self, surface: Surface) -> Training:
-        return Training(plain(surface.loss), self.optimizer, {"x": self.family})
-
-    def learner(self, surface: Surface) -> Any:
-        """Return what takes the steps, a `Training` or an `Online`: they are called alike."""
-        training = self.training(surface)
-        return self.online(training) if self.online else training
-
-    def begin(self, surface: Surface, lr: float, meta_lr: Any, point: Tensor) -> tuple[Any, Any]:
-        """Return what steers the learner, and the state that it starts from."""
-        training, params = self.training(surface), {"x": point}
-        meta, carry = training.meta(params, self.optimizer.hyper(lr=lr)), training.init(params)
-        if self.online is None:
-            return meta, carry
-        online = self.online(training)
-        return online.meta(meta, SGD().hyper(lr=meta_lr)), online.init(meta, carry)
-
-
-learn = partial(Online, meta_optimizer=SGD())  # with the library's default guard, scale_free
-exact = partial(learn, guards=())
-osgm = partial(learn, guards=(safeguards.feedback,))
-METHODS = {
-    "gd": Method("gradient descent"),
-    "adam": Method("Adam", optimizer=Adam()),
-    "paper": Method("FOP, paper's order", partial(exact, order="paper", credit="gradient")),
-    "exact": Method("FOP, exact order", exact),
-    "exact_null": Method("exact + null step", partial(exact, null_step=True)),
-    "bounded": Method("exact + ‖P‖ ≤ 10 ‖I‖", exact, Bounded(Dense(), limit=10.0)),
-    "normalized": Method("exact + normalized P", exact, Normalized(Dense())),
-    "clip": Method("exact + clip at 1", partial(learn, guards=(safeguards.clip(1.0),))),
-    "feedback": Method("exact + OSGM feedback", osgm),
-    "feedback_null": Method("OSGM feedback + null step", partial(osgm, null_step=True)),
-    "safe": Method("FOP, safeguarded (default)", learn),
-    "safe_null": Method("safeguarded + null step", partial(learn, null_step=True)),
-}
 FIGURE = {  # by name in summary.json: the method, its colour (Okabe and Ito's, for the colour-blind) and line
     "gd": ("gd", "#0072B2", "-"),
     "fop": ("exact", "#D55E00", "-"),
@@ -151,11 +82,11 @@ Rates = dict[str, tuple[Tensor, Tensor]]  # by function: runs that fail, median 
 
 def trace(method: Method, surface: Surface, descent: Descent, config: Config, logger: Logger) -> Trace:
     start = torch.tensor(descent.start, dtype=torch.float64)
-    steer, state = method.begin(surface, descent.lr, config.meta_lr, start)
+    meta, state = method.begin(surface, descent.lr, config.meta_lr, start)
     learner, path = method.learner(surface), []
     for step in range(config.steps + 1):
         path.append(state.params["x"])
-        state, info = learner.step(steer, state, None)
+        state, info = learner.step(meta, state, None)
         reached = bool(info["value"] < config.tolerance)  # before this step, so after `step` of them
         if step % 10 == 0 or reached:
             logger.info(step, info)
@@ -170,18 +101,18 @@ def sweep(method: Method, surface: Surface, lr: float, points: Tensor, config: C
     """Return how many steps each run takes, (ρ, points), ∞ if it fails: one vmapped program for all."""
     meta_lrs = torch.tensor(config.grid, dtype=torch.float64)
     rho, x = meta_lrs.repeat_interleave(len(points)), points.repeat(len(meta_lrs), 1)
-    steer, state = vmap(lambda rho, x: method.begin(surface, lr, rho, x))(rho, x)
+    meta, state = vmap(lambda rho, x: method.begin(surface, lr, rho, x))(rho, x)
     step = vmap(partial(method.learner(surface).step, batch=None))
     counts, runs = torch.full_like(rho, torch.inf), torch.arange(len(rho))
     for taken in range(config.sweep_steps + 1):
-        state, info = step(steer, state)
+        state, info = step(meta, state)
         reached = info["value"] < config.tolerance
         # A gradient that is not finite counts as zero: but for a null step, nothing ever moves again.
         lost = ~info.get("finite", info["value"].isfinite()) & ~info.get("rose", torch.tensor(False))
         on = ~(reached | lost)
         if not on.all():
             counts = counts.index_put((runs[reached],), counts.new_tensor(taken))
-            runs, steer, state = tree.map(lambda x, on=on: x[on], (runs, steer, state))
+            runs, meta, state = tree.map(lambda x, on=on: x[on], (runs, meta, state))
         if len(runs) == 0:
             break
     return counts.view(len(meta_lrs), len(points))
