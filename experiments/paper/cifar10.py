@@ -45,8 +45,8 @@ class Config(VisionConfig):
 
     Each method is first tuned: its learning rate over the same number of settings, by accuracy on validation
     images, with a separate seed. Then it is run with every seed, and the test images are evaluated once.
-    Within a seed all methods have the same first weights and batches. Runs are kept in `out`: a study that was
-    interrupted resumes, and finished runs are not repeated.
+    Within a seed all methods have the same first weights and batches. Runs are kept in `out`: an interrupted
+    study resumes, and finished runs are not repeated.
 
     smoke: half a minute, on generated images. small: 10,000 images, 16 and 32 channels, 15 epochs, about 2.5
     hours on two cores. paper: 50,000 images, 96 and 192 channels, 150 epochs, lr 0.05 divided by ten after

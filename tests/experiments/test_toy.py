@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from experiments.paper.command import SWEPT, Config, Descent, sweep, trace
-from experiments.paper.methods import METHODS
-from experiments.paper.surfaces import SURFACES
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments.__main__ import main
+from experiments.paper.toy.command import SWEPT, Config, Descent, sweep, trace
+from experiments.paper.toy.methods import METHODS
+from experiments.paper.toy.surfaces import SURFACES
 from metafop.tensorboard import Logger
 
 
