@@ -15,10 +15,10 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Return the seconds of each run in each round; every other round goes the other way around."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    gc.freeze()  # what has been imported is no garbage, and takes long to look through
+    gc.freeze()  # what has been imported is not garbage, and takes long to search
     for i in range(rounds):
         for name, function in reversed(runs.items()) if i % 2 else runs.items():
-            gc.collect()  # what one leaves behind must not cost the next
+            gc.collect()  # so that the garbage of one does not cost the next
             begin = clock()
             function()
             seconds[name].append(clock() - begin)

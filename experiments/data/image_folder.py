@@ -40,7 +40,7 @@ class Listing(NamedTuple):
 
 
 def listing(root: Path) -> Listing:
-    """Return what lies in `root/train/<class>/` and `root/val/<class>/`."""
+    """Return the images in `root/train/<class>/` and `root/val/<class>/`."""
     names = classes(root / "train")
     differing = sorted(set(names) ^ set(classes(root / "val")))
     if differing:

@@ -37,10 +37,11 @@ WRITTEN: dict[Preset, tuple[data.Name, int, int]] = {
 class Config:
     """The paper's table and curves on ImageNet: ResNet-18, momentum, and FOP around it.
 
-    The images lie in `data`, as train/<class>/*.JPEG and val/<class>/*.JPEG. As in the paper, the accuracy
+    The images are in `data`, as train/<class>/*.JPEG and val/<class>/*.JPEG. As in the paper, the accuracy
     reported is that on the validation images in the end: nothing is chosen by it. Within a seed all methods
-    have the same first weights, batches and crops. Runs are kept in `out`: a study that was interrupted goes
-    on, and finished runs are not repeated. The learning rate is divided by ten after 25 and 50 of 60 parts.
+    have the same first weights, batches and crops. Runs are kept in `out`: an interrupted study
+    resumes, and finished runs are not repeated. The learning rate is divided by ten after 25 and 50 of 60
+    parts.
 
     smoke: seconds, on generated images. small: 4000 images of CIFAR-10 to train on and 1000 to validate on,
     enlarged to 64 pixels, a quarter of the channels, 12 epochs, about 8 minutes on two cores. paper:
@@ -70,8 +71,8 @@ class Config:
     def __post_init__(self) -> None:
         if "momentum" not in self.methods:
             raise ValueError("methods must have momentum among them: the others are compared with it.")
-        # With few channels that lie last, oneDNN's 1×1 kernels of stride 2 write past their memory; its 3×3
-        # ones on a single pixel leave a part of the gradient unwritten in bfloat16.
+        # With few channels, in channels-last layout, oneDNN's 1×1 kernels of stride 2 write past their memory;
+        # its 3×3 ones on a single pixel leave a part of the gradient unwritten in bfloat16.
         if self.width < 8 or self.size <= 16:
             raise ValueError(
                 f"On a CPU torch convolves wrongly at a width of {self.width} and a size of {self.size}. "

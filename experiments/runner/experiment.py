@@ -32,10 +32,10 @@ class Settings(Protocol):
 
 
 def begin(config: Settings) -> Generator:
-    """Make the folder `out` with `config.json` in it, and return the generator that all chance comes from.
+    """Make the folder `out` with `config.json` in it, and return the generator of all random numbers.
 
     What an earlier run left there as `summary.json`, `tables.md` or `studied.txt`, or as TensorBoard events
-    in it or in `events`, is removed: it would pass for this run's.
+    in it or in `events`, is removed: it could be taken for this run's.
     """
     torch.set_num_threads(config.threads)
     settings = {"experiment": type(config).__module__, "config": asdict(config)} | made_by()

@@ -32,7 +32,7 @@ CHECKPOINT_SECONDS = 20.0  # at least, between two checkpoints
 
 
 class Process(Protocol):
-    """A run under way."""
+    """A run in progress."""
 
     @property
     def columns(self) -> Sequence[str]:
@@ -45,7 +45,7 @@ class Process(Protocol):
         ...
 
     def advance(self, logger: Logger) -> list[Row]:
-        """Go on for some steps, a second's or so, and return what was measured; nothing if all are done."""
+        """Take some steps, about a second's, and return what was measured; nothing if all are done."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -53,7 +53,7 @@ class Process(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def finish(self, folder: Path) -> dict[str, Any]:
-        """Return the figures in the end; what is too large for them may be saved in the folder."""
+        """Return the final figures; what is too large for them may be saved in the folder."""
         ...
 
 
@@ -81,7 +81,7 @@ class InUse(RuntimeError):
 
 
 class Finished(NamedTuple):
-    """A run that is done: its settings, its folder, and the figures in the end."""
+    """A run that is done: its settings, its folder, and its final figures."""
 
     task: Any
     folder: Path
@@ -105,7 +105,7 @@ def finished(task: Task, out: Path) -> Finished | None:
     folder = folder_of(task, out)
     try:
         return Finished(task, folder, json.loads((folder / "result.json").read_text()))
-    except (FileNotFoundError, json.JSONDecodeError):  # not there yet, or lost with the power
+    except (FileNotFoundError, json.JSONDecodeError):  # not there yet, or lost in a power failure
         return None
 
 
@@ -133,7 +133,7 @@ def _carry_out(task: Task, folder: Path, tick: Callable[[float], None]) -> Finis
     else:
         for old in folder.glob("events.out.tfevents.*"):
             old.unlink()
-    _note_part(task, folder, saved["step"])
+    _write_config(task, folder, saved["step"])
     began, last_saved = time.monotonic() - saved["seconds"], time.monotonic()
     with (folder / "metrics.csv").open("a+", newline="") as file, Logger(folder, saved["step"]) as logger:
         file.truncate(saved["length"])
@@ -165,12 +165,12 @@ def _carry_out(task: Task, folder: Path, tick: Callable[[float], None]) -> Finis
 def _loaded(checkpoint: Path) -> dict[str, Any]:
     try:
         return torch.load(checkpoint, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged file makes of torch's reader
+    except Exception as error:  # of any type, if the file is damaged
         raise RuntimeError(f"{checkpoint} cannot be read. Delete it to start this run again.") from error
 
 
-def _note_part(task: Task, folder: Path, step: int | None) -> None:
-    """Write `config.json`; a run that goes on notes from which step, and what it is made by now."""
+def _write_config(task: Task, folder: Path, step: int | None) -> None:
+    """Write `config.json`; a run that resumes adds from which step, and by what it is made now."""
     part = {"step": step or 0, "threads": torch.get_num_threads()} | made_by()
     file = folder / "config.json"
     if step is None:

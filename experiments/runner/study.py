@@ -20,13 +20,16 @@ from experiments.runner.experiment import made_by
 from experiments.runner.progress import ProgressBoard
 from experiments.runner.runs import Finished, Task
 
-WORKERS = 1 if torch.cuda.is_available() else os.cpu_count() or 1  # that a machine has room for
+WORKERS = (
+    1 if torch.cuda.is_available() else os.cpu_count() or 1
+)  # by default: one for each core, or one for an accelerator
 
 
 def carry_out(tasks: Sequence[Task], out: Path, workers: int, threads: int = 1) -> list[Finished]:
     """Return the finished runs of all tasks, in their order, after running those that are not.
 
-    One worker works in this process. A run that fails leaves `error.txt` in its folder, and the others go on.
+    With one worker they run in this process. A run that fails leaves `error.txt` in its folder; the others
+    continue.
     """
     if workers < 1:
         raise SystemExit(f"A study needs a worker, got --workers {workers}. Pass 1 or more.")
@@ -44,7 +47,7 @@ def carry_out(tasks: Sequence[Task], out: Path, workers: int, threads: int = 1) 
     if undone:
         raise SystemExit(
             f"{len(undone)} of {len(tasks)} runs are not done; the reason is above, and in error.txt in "
-            f"{', '.join(undone[:3])}{' and others' if len(undone) > 3 else ''}. The same command goes on."
+            f"{', '.join(undone[:3])}{' and others' if len(undone) > 3 else ''}. The same command resumes."
         )
     finished = [one for one in found if one is not None]
     with (out / RUNS_USED).open("a") as file:
@@ -106,7 +109,7 @@ def _run_side_by_side(
                 worker, task = at_work[ready]
                 try:
                     message = worker.connection.recv()
-                except (EOFError, ConnectionResetError):  # the run can go on later, the study at once
+                except (EOFError, ConnectionResetError):  # the run can be resumed later; the study continues
                     del at_work[ready]
                     worker.process.join()
                     why = f"FAILED: its process ended with exit code {worker.process.exitcode}"

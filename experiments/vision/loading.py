@@ -1,6 +1,6 @@
-"""Batches of images that other processes read, and which end with the run that they read for.
+"""Batches of images that are read by other processes, which end with the run that they read for.
 
-Those processes import this file, and so it imports little.
+Those processes import this file, so it imports little.
 """
 
 import multiprocessing

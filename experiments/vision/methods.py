@@ -43,7 +43,7 @@ class Method:
 
 
 class MethodInfo(NamedTuple):
-    """A name to show, a colour, and what a training script would write."""
+    """The label and the colour of a method in tables and figures, and what makes its optimizer."""
 
     label: str
     colour: str
@@ -83,7 +83,7 @@ def muon(method: Method, model: nn.Module, seed: int) -> Optimizer:
 
 
 def _last(model: nn.Module) -> nn.Parameter:
-    """The weights of the last layer, which tell the classes apart: Muon leaves them out."""
+    """Return the weights of the last layer, the classifier: Muon leaves them out."""
     return [p for p in model.parameters() if p.dim() > 1][-1]
 
 

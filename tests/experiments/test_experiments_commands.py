@@ -33,6 +33,17 @@ def test_the_settings_of_a_command_are_its_flags(name, capsys):
     assert ("--data" if name == "fetch" else "--out") in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_readme_has_the_file_and_the_page_of_a_command(name):
+    text = (ROOT / "experiments" / "README.md").read_text()
+    [row] = [line for line in text.splitlines() if line.startswith(f"| `{name}` |")]
+    _, code, _, page = (cell.strip() for cell in row.strip("|").split("|"))
+    home = COMMANDS[name].module.removesuffix(".command").replace(".", "/")
+    assert ROOT / "experiments" / code.strip("`/") in (ROOT / home, ROOT / f"{home}.py")
+    written = (ROOT / "docs" / "results" / f"{name}.md").exists()
+    assert page == (f"[{name}](../docs/results/{name}.md)" if written else "")
+
+
 @pytest.mark.parametrize("arguments", [[], ["toys"], ["--preset", "smoke"]], ids=str)
 def test_without_the_name_of_a_command_the_names_are_given(arguments, capsys):
     with pytest.raises(SystemExit) as exit:

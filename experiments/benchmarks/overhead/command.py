@@ -53,7 +53,7 @@ def memories(net: Net, tick: Callable[[], None]) -> dict[str, Memory]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["experiments.benchmarks.overhead.measure"])
     found = {}
-    with patch.dict(os.environ, KINETO_LOG_LEVEL="99"):  # torch's profiler be silent
+    with patch.dict(os.environ, KINETO_LOG_LEVEL="99"):  # silences torch's profiler
         for method in net.methods:
             with ProcessPoolExecutor(1, mp_context=context) as pool:
                 found[method] = pool.submit(memory_of, net, method).result()

@@ -122,13 +122,13 @@ def measure(
     copies = {method: copy.deepcopy(model) for method in net.methods}
     stepped = {method: optimizers(method, copied) for method, copied in copies.items()}
     times = {method: Times([], []) for method in net.methods}
-    gc.freeze()  # what has been imported is no garbage, and takes long to look through
+    gc.freeze()  # what has been imported is not garbage, and takes long to search
     for i in range(WARMUP + net.rounds):
         batch = draw_batch(net, size, generator)
         for method in net.methods:
             if method in SECOND_ORDER and i >= WARMUP + net.few:
                 continue
-            gc.collect()  # what one leaves behind must not cost the next
+            gc.collect()  # so that the garbage of one does not cost the next
             lead = LEAD if net.turn > 1 else 0
             for j in range(lead + net.turn):
                 passes, step = take(copies[method], stepped[method], batch, clock)

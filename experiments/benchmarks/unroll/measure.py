@@ -103,7 +103,7 @@ def reversible_memory(config: Config) -> Summary:
 
 @contextmanager
 def cold_start() -> Iterator[None]:
-    """Let torch's compiler find nothing that it has kept from before, and its profiler be silent."""
+    """Give torch's compiler an empty cache, and silence its profiler."""
     with (
         TemporaryDirectory() as folder,
         patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder, KINETO_LOG_LEVEL="99"),

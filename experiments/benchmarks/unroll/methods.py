@@ -156,7 +156,7 @@ def by_torchopt(unroll: Unroll, batches: Sequence[Batch]) -> Grads:
 
 
 def training_alone(unroll: Unroll, batches: Sequence[Batch]) -> Grads:
-    """Train as everybody does, and differentiate nothing."""
+    """Train with torch.optim, and differentiate nothing."""
     model = copy.deepcopy(unroll.model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=DECAY)
     for batch in batches:

@@ -1,4 +1,4 @@
-"""A biped that learns to walk by PPO, with FOP and without: the paper's reinforcement learning."""
+"""The paper's reinforcement learning: a biped that learns to walk by PPO, with FOP and without."""
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -19,8 +19,8 @@ class Config:
 
     PPO-Clip, with 40 hidden units in each of two layers that policy and value share; momentum, Adam, and FOP
     around momentum, at full rank on every layer, with the paper's learning rates. The landscape stays the
-    same; start and push are drawn anew for every episode, of at most 2000 steps. Runs are kept in `out`: a
-    study that was interrupted goes on, and finished runs are not repeated.
+    same; start and push are drawn anew for every episode, of at most 2000 steps. Runs are kept in `out`: an
+    interrupted study resumes, and finished runs are not repeated.
 
     smoke: half a minute. small: a million steps on the standard terrain, half a million on the rough one,
     three seeds, about 90 minutes on two cores. paper: ten runs on one terrain and five on the other, as in

@@ -26,7 +26,7 @@ COLUMNS = ("step", "steps", "episodes", "return", "score", "best", "loss", "kl",
 
 
 class TrainingRun:
-    """A run under way. One whose policy is no longer finite has diverged, and ends there."""
+    """A run in progress. It ends early, as diverged, if its policy is no longer finite."""
 
     def __init__(self, task: RunSettings) -> None:
         self._task, self.learner = task, make_learner(task)
