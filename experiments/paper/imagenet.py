@@ -71,8 +71,8 @@ class Config:
     def __post_init__(self) -> None:
         if "momentum" not in self.methods:
             raise ValueError("methods must have momentum among them: the others are compared with it.")
-        # With few channels, in channels-last layout, oneDNN's 1×1 kernels of stride 2 write past their memory;
-        # its 3×3 ones on a single pixel leave a part of the gradient unwritten in bfloat16.
+        # With few channels, channels last, oneDNN's 1×1 kernels of stride 2 write past their memory; its 3×3
+        # ones on a single pixel leave a part of the gradient unwritten in bfloat16.
         if self.width < 8 or self.size <= 16:
             raise ValueError(
                 f"On a CPU torch convolves wrongly at a width of {self.width} and a size of {self.size}. "

@@ -1,6 +1,6 @@
-"""What each method adds to a step: interleaved steps in one process, by the clock of the processor.
+"""The time that each method adds to a step: all methods take turns in one process, by processor time.
 
-It is a run like any other, and so is kept with its machine and commit; it should have the machine to itself.
+It is a run like any other, kept with its machine and commit. Nothing else should run beside it.
 """
 
 import time
@@ -19,7 +19,7 @@ from metafop import tree
 from metafop.optim import FOP
 from metafop.tensorboard import Logger
 
-TURN = 10  # steps in a turn: as many as FOP takes for each that it learns from
+STEPS_PER_TURN = 10  # steps in a turn: as many as FOP takes for each that it learns from
 
 
 class Trained(Protocol):
@@ -35,7 +35,7 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class Timing:
-    """Turns of some methods, the first of which the others are compared with."""
+    """The time of a step by each of some methods; the others are compared with the first."""
 
     kind: ClassVar[str] = "experiments.timing"
 
@@ -51,17 +51,17 @@ class Timing:
     def epochs(self) -> int:
         return self.rounds
 
-    def start(self) -> "Turns":
-        return Turns(self)
+    def start(self) -> "TimingRun":
+        return TimingRun(self)
 
 
-class Turns:
+class TimingRun:
     """Every method's network takes ten steps, in turn; the round before the first only warms up."""
 
     def __init__(self, timing: Timing) -> None:
         self._made = {method.name: replace(timing.like, method=method).start() for method in timing.methods}
         feed = next(iter(self._made.values())).feed
-        self._batches = [next(feed) for _ in range(min(TURN, feed.steps))]
+        self._batches = [next(feed) for _ in range(min(STEPS_PER_TURN, feed.steps))]
         self._rounds, self._rows = timing.rounds, list[dict[str, float]]()
         for name in self._made:
             self._turn(name)
@@ -85,11 +85,11 @@ class Turns:
         loop = self._made[name]
         clock = time.perf_counter if torch.cuda.is_available() else time.process_time
         began = clock()
-        for i in range(TURN):
+        for i in range(STEPS_PER_TURN):
             loop.learn(*self._batches[i % len(self._batches)])
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return (clock() - began) / TURN
+        return (clock() - began) / STEPS_PER_TURN
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self._rows}

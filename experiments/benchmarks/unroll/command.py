@@ -34,10 +34,10 @@ def main(config: Config) -> None:
     results: dict[str, Result] = {}
     runs = sum(len(METHODS) * (case.rounds + 2) for case in cases(config).values())
     with cold_start(), progress(runs + 3 if config.ways else 1) as tick:
-        looked_at = {name: case for name, case in cases(config).items() if name != "deep"}
-        # A percent is less than what others on the machine add to the time on the wall.
+        checked = {name: case for name, case in cases(config).items() if name != "deep"}
+        # By the processor's clock: other programs disturb the wall clock by more than the percent to measure.
         turns = partial(take_turns, tick=lambda: None, clock=time.process_time)
-        figures = check_costs.costs(looked_at, config.checked, config.seed, config.compiled, turns)
+        figures = check_costs.costs(checked, config.checked, config.seed, config.compiled, turns)
         tick("checks")
         if config.ways:
             for name, case in cases(config).items():

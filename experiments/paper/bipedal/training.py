@@ -59,7 +59,7 @@ class TrainingRun:
         row |= self._score(returns) | self._learn(rollout)
         self._collecting += collected - began
         self._learning += time.process_time() - collected
-        # The pure core does not step along a gradient that is not finite: the loss tells as well.
+        # The pure step skips a gradient that is not finite, so the parameters alone do not show it.
         finite = [math.isfinite(row["loss"]), math.isfinite(row["std"]), tree.all_finite(self.learner.params)]
         self._diverged = not all(finite)
         self._iteration += 1
@@ -74,9 +74,8 @@ class TrainingRun:
         observations = self._normalizer.normalize(self._observations)
         for _ in range(self._task.ppo.horizon):
             actions = self.learner.act(observations).sample(self._generator)
-            self._observations, rewards, terminated, truncated, info = self._environments.step(
-                actions.numpy()
-            )
+            step = self._environments.step(actions.numpy())
+            self._observations, rewards, terminated, truncated, info = step
             ended = terminated | truncated
             after = self._observations.copy()
             if ended.any():
@@ -84,10 +83,8 @@ class TrainingRun:
             self._returns += rewards
             returns += self._returns[ended].tolist()
             self._returns[ended] = 0.0
-            following, scaled = (
-                self._normalizer.observe(self._observations),
-                self._normalizer.scale_reward(rewards, ended),
-            )
+            following = self._normalizer.observe(self._observations)
+            scaled = self._normalizer.scale_reward(rewards, ended)
             ends = map(torch.as_tensor, (terminated, ended))
             rows.append(ppo.Rollout(observations, actions, scaled, self._normalizer.normalize(after), *ends))
             observations = following
