@@ -37,7 +37,7 @@ class Config:
 
 
 class Case(NamedTuple):
-    """One way to take a step: `step(state, batch)` and the state to start from."""
+    """A method to take a step: `step(state, batch)`, and the state to start from."""
 
     step: Callable[[Any, Any], tuple[Any, Any]]
     start: Any
@@ -93,7 +93,7 @@ def main(config: Config) -> None:
 
 
 def cases(model: nn.Module, generator: Generator) -> dict[str, Case]:
-    """Return the plain step with momentum, and each way of learning its preconditioners online."""
+    """Return the plain step with momentum, and each variant that learns its preconditioners online."""
 
     def batch_loss(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
         return cross_entropy(model(batch[0]), batch[1])

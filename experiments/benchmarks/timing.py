@@ -13,7 +13,7 @@ def take_turns(
     tick: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Return the seconds of each run in each round; every other round goes the other way around."""
+    """Return the seconds of each run in each round; every other round is in reverse order."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     gc.freeze()  # what has been imported is not garbage, and takes long to search
     for i in range(rounds):

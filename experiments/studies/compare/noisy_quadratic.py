@@ -1,4 +1,4 @@
-"""Short-horizon bias where everything is known: which way is the learning rate to go, by horizon?"""
+"""Short-horizon bias where the expectation is known: the sign of dJ/dlr by horizon."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class Slopes(NamedTuple):
 
     @property
     def flip(self) -> int | None:
-        """The first T for which the learning rate should go the other way than for T = 1."""
+        """The first T for which the learning rate should change in the other direction than for T = 1."""
         turned = (self.expected.sign() != self.expected[0].sign()).nonzero()
         return int(turned[0]) + 1 if len(turned) else None
 
