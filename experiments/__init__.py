@@ -1,1 +1,1 @@
-"""One file an experiment: its settings, then its story. Run with `python -m experiments`."""
+"""The experiments: `python -m experiments` lists them, README.md says what is where."""

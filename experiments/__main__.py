@@ -1,33 +1,88 @@
-"""`python -m experiments NAME --help`: the settings of an experiment are its flags."""
+"""`python -m experiments NAME --help`: the settings of an experiment are its flags.
+
+Only the module of the command that is asked for is imported. The list of commands needs none of them.
+"""
 
 import os
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Annotated, Any, Union, get_args
+from typing import Any, NamedTuple, get_args
 
-from experiments.presets import Preset
+from experiments.runner.presets import Preset
 
-# Each is a file with a `Config` and a `main(config)`.
-EXPERIMENTS = (
-    "compare",
-    "fetch",
-    "cifar10",
-    "mnist-rank",
-    "robustness",
-    "structure",
-    "theory",
-    "imagenet",
-    "bipedal",
-    "toy",
-    "defaults",
-    "bench-online",
-    "bench-unroll",
-    "bench-overhead",
-    "page",
-)
+
+class Command(NamedTuple):
+    """Where a command is, and what it does."""
+
+    module: str  # with a `Config` and a `main(config)`, and for some `PRESETS`
+    summary: str  # the first line of the docstring of its `Config`
+
+
+COMMANDS = {
+    "compare": Command(
+        "experiments.studies.compare.command",
+        "Online against unrolled: when does the derivative of one step suffice to learn how to train?",
+    ),
+    "fetch": Command(
+        "experiments.data.fetch",
+        "Download MNIST and CIFAR-10, and check them by their md5; an altered file is replaced.",
+    ),
+    "cifar10": Command(
+        "experiments.paper.cifar10",
+        "The paper's table and curves on CIFAR-10: a 9-layer conv net, momentum, and FOP around it.",
+    ),
+    "mnist-rank": Command(
+        "experiments.paper.mnist_rank",
+        "The appendix's figures of ranks and of angles: a 4-layer net of 100 units on MNIST, P = I + M Mᵀ.",
+    ),
+    "robustness": Command(
+        "experiments.paper.robustness",
+        "Figure 3 of the paper: test accuracy by lr and momentum, and by Adam's lr, with FOP and without.",
+    ),
+    "structure": Command(
+        "experiments.paper.structure",
+        "The paper's figure of what is learned: every P of the 9-layer net on CIFAR-10, over training.",
+    ),
+    "theory": Command(
+        "experiments.paper.theory.command",
+        "Theorems 1 and 2 checked on random problems and on counter-examples, as printed and corrected.",
+    ),
+    "imagenet": Command(
+        "experiments.paper.imagenet",
+        "The paper's table and curves on ImageNet: ResNet-18, momentum, and FOP around it.",
+    ),
+    "bipedal": Command(
+        "experiments.paper.bipedal.command",
+        "The paper's figure of a biped that learns to walk by PPO: the best score so far, on two terrains.",
+    ),
+    "toy": Command(
+        "experiments.paper.toy.command",
+        "Figure 1: FOP on the Booth and Himmelblau functions, and how often it fails from random starts.",
+    ),
+    "defaults": Command(
+        "experiments.studies.defaults",
+        "How FOP over momentum does on real handwritten digits, by order, credit, guard and family.",
+    ),
+    "bench-online": Command(
+        "experiments.benchmarks.online",
+        "Times one online step over one plain step, on an MLP and on a 9-layer conv net, in one process.",
+    ),
+    "bench-unroll": Command(
+        "experiments.benchmarks.unroll.command",
+        "Differentiates through T steps in every tensor's learning rate: time, peak memory, and agreement.",
+    ),
+    "bench-overhead": Command(
+        "experiments.benchmarks.overhead.command",
+        "Times the step of FOP, of the SGD around which it is, and of other optimizers, all in one process.",
+    ),
+    "page": Command(
+        "experiments.reporting.page",
+        "Write a page of docs/results again, from its template and the folder of an experiment.",
+    ),
+}
 NEEDED = (
     "PIL",
     "filelock",
@@ -43,47 +98,54 @@ NEEDED = (
     "tyro",
 )
 
-# Threads that wait by spinning fight each other for few cores; torch reads this when it is first imported.
+# Threads that wait by spinning slow each other down on few cores; torch reads this when it is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one of the experiments that reproduce and extend the FOP paper (Moskovitz et al., 2020)."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = commands().parse_args(arguments[:1]).name
+    missing = [package for package in NEEDED if find_spec(package) is None]
     if missing:
         sys.exit(
             f"The experiments need {', '.join(missing)}, not installed here. "
             'Run: pip install "metafop[experiments]"'
         )
+    experiment = import_module(COMMANDS[name].module)
+    experiment.main(configured(name, experiment, arguments[1:]))
+
+
+def commands() -> ArgumentParser:
+    """Return the parser of the first argument, the name of a command."""
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+    parser = ArgumentParser(
+        prog="python -m experiments",
+        usage="%(prog)s [-h] NAME ...",
+        description=f"{main.__doc__}\n\n{listed}\n\nThe settings of each: python -m experiments NAME --help",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", choices=COMMANDS, help="a command of the list above")
+    return parser
+
+
+def configured(name: str, experiment: Any, flags: Sequence[str]) -> Any:
+    """Return the `Config` that the flags ask for."""
     import tyro
 
-    experiments = {name: import_module(f"experiments.{name.replace('-', '_')}") for name in EXPERIMENTS}
-    preset = asked(argv)
-    kinds = [
-        Annotated[
-            experiment.Config,
-            # The defaults that are shown, and overruled, are those of the preset asked for.
-            tyro.conf.subcommand(name, default=experiment.PRESETS[preset])
-            if hasattr(experiment, "PRESETS")
-            else tyro.conf.subcommand(name),
-        ]
-        for name, experiment in experiments.items()
-    ]
-    one_of: Any = Union[tuple(kinds)]  # noqa: UP007
-    config = tyro.cli(
-        one_of,
-        prog="python -m experiments",
-        description=main.__doc__,
-        args=argv,
-    )
-    sys.modules[type(config).__module__].main(config)
+    prog = f"python -m experiments {name}"
+    if not hasattr(experiment, "PRESETS"):
+        return tyro.cli(experiment.Config, prog=prog, args=flags)
+    # The defaults that are shown, and overruled, are those of the preset asked for.
+    return tyro.cli(experiment.Config, prog=prog, args=flags, default=experiment.PRESETS[asked(flags)])
 
 
-def asked(argv: Sequence[str] | None) -> str:
+def asked(flags: Sequence[str]) -> str:
     """Return the preset that is asked for; one that does not exist is refused later, like any other flag."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", nargs="?")
-    preset = parser.parse_known_args(argv)[0].preset
+    preset = parser.parse_known_args(flags)[0].preset
     return preset if preset in get_args(Preset) else "small"
 
 

@@ -1,4 +1,4 @@
-"""Where published files are: in a folder of the user's, or fetched. What is read is checked by its md5."""
+"""Published files, in a folder of the user's or downloaded. What is read is checked by its md5."""
 
 import gzip
 import lzma
@@ -42,26 +42,26 @@ def cache() -> Path:
 def read(archive: Archive, folder: Path | None) -> dict[str, bytes]:
     """Return the unpacked files of an archive by name, from a folder of all data, else from the user's cache.
 
-    They may lie there as published, packed in another way, or unpacked. Only the cache is written to.
+    They may be there as published, packed in another way, or unpacked. Only the cache is written to.
     """
     if folder is None:
         return fetch(archive, cache())
-    found, faults = look(archive, folder)
-    refuse(archive, folder, faults)
+    found, faults = search(archive, folder)
+    raise_if_missing(archive, folder, faults)
     return found
 
 
 def fetch(archive: Archive, folder: Path) -> dict[str, bytes]:
     """Return the unpacked files of an archive by name, after a download if one has no intact copy here."""
-    found, faults = look(archive, folder)
+    found, faults = search(archive, folder)
     if faults:
         download(archive, folder)
-        found, faults = look(archive, folder)
-        refuse(archive, folder, faults)
+        found, faults = search(archive, folder)
+        raise_if_missing(archive, folder, faults)
     return found
 
 
-def look(archive: Archive, folder: Path) -> tuple[dict[str, bytes], dict[str, str]]:
+def search(archive: Archive, folder: Path) -> tuple[dict[str, bytes], dict[str, str]]:
     """Return the files that have an intact copy here, by name, and what is wrong with every other one."""
     found: dict[str, bytes] = {}
     faults = {name: f"{folder / archive.folder / name} is missing" for name in archive.contents}
@@ -108,7 +108,7 @@ def unpack(path: Path, names: set[str]) -> dict[str, bytes]:
     return contents
 
 
-def refuse(archive: Archive, folder: Path, faults: dict[str, str]) -> None:
+def raise_if_missing(archive: Archive, folder: Path, faults: dict[str, str]) -> None:
     """Name the first of the files that have no intact copy, if there are any, and how to fetch it."""
     if faults:
         name, fault = next(iter(faults.items()))

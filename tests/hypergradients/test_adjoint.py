@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory import peak_of_tensors
 from problems import (
     ALL_MODELS,
     FAMILIES,
@@ -20,7 +21,6 @@ from problems import (
     moved,
 )
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from metafop import SGD, Adam, Carry, Dense, Last, LowRank, Meta, Momentum, Online, Training, functional, tree
 from metafop.hypergradients import Adjoint, Truncated, adjoint, autograd, closed_form, forward
@@ -194,15 +194,6 @@ def test_images_are_turned_channels_last_for_models_that_take_them_so(shape, tak
     turned, scale = channels_last([images, torch.ones(())])
     assert turned.is_contiguous(memory_format=torch.channels_last)
     assert_same_bits((turned, scale), (images, torch.ones(())))
-
-
-def peak_of_tensors(function):
-    """Return the most bytes of tensors there are at once in a call, above those before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        function()
-    events: Any = recorded.profiler.kineto_results.events()  # pyright: ignore
-    changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(events) if e.name() == "[memory]")
-    return max(itertools.accumulate(size for *_, size in changes))
 
 
 def test_a_root_of_the_carries_is_held_at_once_all_told():

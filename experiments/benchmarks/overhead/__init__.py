@@ -1,0 +1,1 @@
+"""The cost of a step of FOP, against other optimizers."""

@@ -1,0 +1,1 @@
+"""The cost of a hypergradient through many steps."""

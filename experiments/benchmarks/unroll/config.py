@@ -1,0 +1,41 @@
+"""The settings of bench-unroll, and the networks that it measures."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from experiments.benchmarks.unroll.methods import CLASSES, Case, convnet
+from experiments.vision import models
+
+
+@dataclass(frozen=True)
+class Config:
+    """Differentiates through T steps in every tensor's learning rate: time, peak memory, and agreement."""
+
+    rounds: int = 15  # rounds of measurement, each method once in each; a third as many for cnn and deep
+    horizon: int = 50  # steps of mlp and cnn
+    deep_horizon: int = 256  # steps of deep
+    long: int = 100  # steps of mlp, against twice as many; and of a reversible training, against ten times
+    batch: int = 128  # examples in a batch; half as many for cnn
+    width: int = 100  # of the hidden layers of mlp
+    deep_width: int = 256  # of the layers of deep
+    channels: int = 16  # of the first layer of cnn
+    checked: tuple[int, ...] = (20, 100)  # steps for which it is measured what the checks cost
+    ways: bool = True  # measure every method. Without, what the checks cost alone
+    compiled: bool = True  # compile ours. Takes about a minute a case
+    isolated: bool = True  # a process for each measure of memory. Without, resident memory is not reported
+    threads: int = 1  # threads that torch may use
+    seed: int = 0
+    out: Path = Path("runs/bench-unroll")  # folder for summary.json, config.json, the tables and the figure
+
+
+def cases(config: Config) -> dict[str, Case]:
+    mlp = partial(models.mlp, 784, *3 * [config.width], CLASSES)
+    cnn = partial(convnet, config.channels)
+    deep = partial(models.mlp, *6 * [config.deep_width], CLASSES)
+    half, few = max(config.batch // 2, 2), max(config.rounds // 3, 1)  # batch norm needs two
+    return {
+        "mlp": Case(mlp, (784,), config.batch, config.horizon, config.rounds),
+        "cnn": Case(cnn, (3, 32, 32), half, config.horizon, few),
+        "deep": Case(deep, (config.deep_width,), config.batch, config.deep_horizon, few),
+    }

@@ -1,0 +1,1 @@
+"""A biped that learns to walk by PPO, with FOP and without."""

@@ -1,0 +1,1 @@
+"""What experiments report: statistics, tables, plots, summaries, and the pages of docs/results."""

@@ -1,0 +1,1 @@
+"""Running experiments: settings, output folders, runs that resume, many runs side by side."""

@@ -1,0 +1,1 @@
+"""Studies of our own: what the library's choices rest on."""

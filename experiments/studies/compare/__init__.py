@@ -1,0 +1,1 @@
+"""Hypergradients of one step against hypergradients of many."""

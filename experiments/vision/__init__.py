@@ -1,0 +1,1 @@
+"""Networks trained on images: models, methods, the training loop, and its results."""
