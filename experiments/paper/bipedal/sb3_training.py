@@ -53,6 +53,16 @@ class Policy(ActorCriticPolicy):
         super()._build(lr_schedule)
         self.action_net = nn.Sequential(self.action_net, nn.Tanh())
 
+    def _get_action_dist_from_latent(self, latent_pi: Tensor) -> Any:
+        distribution: Any = super()._get_action_dist_from_latent(latent_pi)
+        # torch checks this itself, but not in a process that has compiled something.
+        if not distribution.distribution.mean.isfinite().all():
+            raise ValueError(f"Parameters {_NOT_FINITE} are not finite.")
+        return distribution
+
+
+_NOT_FINITE = "of distribution Normal"  # in what torch says of numbers that are not finite
+
 
 class SB3TrainingRun:
     """A run in progress. It has no checkpoint of its own: to resume is to repeat all steps so far."""
@@ -105,7 +115,7 @@ class SB3TrainingRun:
         try:
             self.ppo.learn(self._at_once, reset_num_timesteps=False, log_interval=None)  # pyright: ignore
         except ValueError as error:
-            if "of distribution Normal" not in str(error):  # what torch says of numbers that are not finite
+            if _NOT_FINITE not in str(error):
                 raise
             self._diverged = True
             return []
