@@ -27,18 +27,23 @@ def scale_free(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
     all parameters together. What is left has no units: for log lr under SGD, ⟨∇J, Δθ⟩ over it is a cosine.
     """
     moved = {k: p - last.carry.params[k] for k, p in now.items()}
-    by_name = {k: _size(seen.grads[k]) * _size(x) for k, x in moved.items()}
-    everywhere = tree.norm(seen.grads) * tree.norm(moved)
+    by_name = {k: (_size(seen.grads[k]), _size(x)) for k, x in moved.items()}
+    everywhere = (tree.norm(seen.grads), tree.norm(moved))
 
     def free(h: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
         if isinstance(h, dict):
-            return {k: over(x, by_name.get(k, everywhere)) for k, x in h.items()}
-        return over(h, everywhere)
+            return {k: free_of_scale(x, *by_name.get(k, everywhere)) for k, x in h.items()}
+        return free_of_scale(h, *everywhere)
 
     return Meta(
         type(grads.hyper)(*(free(h) for h in grads.hyper)),
-        {k: tree.map(lambda x, k=k: over(x, by_name[k]), h) for k, h in grads.precond.items()},
+        {k: tree.map(lambda x, k=k: free_of_scale(x, *by_name[k]), h) for k, h in grads.precond.items()},
     )
+
+
+def free_of_scale(h: Tensor, gradient: Tensor, displacement: Tensor) -> Tensor:
+    """Return `H / (‖∇J‖ ‖Δθ‖)`, given the two norms, and zero where one of them is (docs/math.md, 14)."""
+    return over(h, gradient * displacement)
 
 
 def feedback(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:

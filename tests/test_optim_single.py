@@ -13,8 +13,8 @@ from torch import nn
 
 from metafop import Adam, Dense, Diagonal, Identity, LowRank, Momentum, Spatial, tree
 from metafop.optim import FOP
-from metafop.optim.descent import Descent
-from metafop.optim.moves import Leaf, Mover
+from metafop.optim import fused_sgd
+from metafop.optim.meta_update import Leaf, MetaOptimizer
 
 MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
 SETTINGS = {
@@ -29,13 +29,13 @@ SETTINGS = {
 @pytest.fixture
 def kernel_calls(monkeypatch):
     """Return a list that grows by one with each step that is taken by the kernel."""
-    calls, whole = [], Descent.step
+    calls, whole = [], fused_sgd.step
 
     def counted(*args):
         calls.append(1)
         whole(*args)
 
-    monkeypatch.setattr(Descent, "step", counted)
+    monkeypatch.setattr(fused_sgd, "step", counted)
     return calls
 
 
@@ -343,27 +343,28 @@ def test_training_stopped_anywhere_between_two_lessons_ends_with_the_same_bits(c
 def test_the_kernel_moves_m_as_the_pure_adam_does(generator):
     values = [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in ((3, 4), (), (5,))]
     pure = {str(i): v.clone() for i, v in enumerate(values)}
-    opt, mover = Adam().init(pure), Mover(Adam())
-    leaves = [Leaf(v, mover.init(v), 0) for v in values]
+    opt, meta = Adam().init(pure), MetaOptimizer(Adam())
+    leaves = [Leaf(v, meta.init(v)) for v in values]
     for _ in range(5):
         grads = [torch.randn(v.shape, generator=generator, dtype=torch.float32) for v in values]
-        mover.move(0.1, leaves, grads, [])
+        leaves = meta.update(0.1, leaves, grads)
         hyper = tree.map(torch.Tensor.float, Adam().hyper(lr=0.1))
         pure, opt = Adam().update(hyper, pure, opt, {str(i): g for i, g in enumerate(grads)})
-    assert_near({str(i): v for i, v in enumerate(values)}, pure, 1e-5)
+    assert_near({str(i): leaf.value for i, leaf in enumerate(leaves)}, pure, 1e-5)
 
 
 @pytest.mark.parametrize("optimizer", [Adam(), Momentum()], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_m_stays_where_it_is_if_any_hypergradient_is_not_finite(dtype, optimizer, generator):
     values = [torch.randn(3, 4, generator=generator, dtype=dtype), torch.ones(2, dtype=dtype)]
-    before, mover = deepcopy(values), Mover(optimizer)
-    leaves = [Leaf(v, mover.init(v), 0) for v in values]
-    mover.move(0.1, leaves, [torch.full((3, 4), torch.inf, dtype=dtype), torch.ones(2, dtype=dtype)], [])
-    assert_same_bits(values, before)
-    mover.move(0.1, leaves, [torch.ones(3, 4, dtype=dtype), torch.ones(2, dtype=dtype)], [])
-    assert values[0].isfinite().all()
-    assert (values[1] < 1).all()
+    meta = MetaOptimizer(optimizer)
+    leaves = [Leaf(v, meta.init(v)) for v in values]
+    wrong = [torch.full((3, 4), torch.inf, dtype=dtype), torch.ones(2, dtype=dtype)]
+    leaves = meta.update(0.1, leaves, wrong)
+    assert_same_bits([leaf.value for leaf in leaves], values)
+    leaves = meta.update(0.1, leaves, [torch.ones(3, 4, dtype=dtype), torch.ones(2, dtype=dtype)])
+    assert leaves[0].value.isfinite().all()
+    assert (leaves[1].value < 1).all()
 
 
 @dataclass(frozen=True)
