@@ -27,23 +27,26 @@ def scale_free(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
     all parameters together. What is left has no units: for log lr under SGD, ⟨∇J, Δθ⟩ over it is a cosine.
     """
     moved = {k: p - last.carry.params[k] for k, p in now.items()}
-    by_name = {k: (_size(seen.grads[k]), _size(x)) for k, x in moved.items()}
-    everywhere = (tree.norm(seen.grads), tree.norm(moved))
+    by_name = {k: largest_change(_size(seen.grads[k]), _size(x)) for k, x in moved.items()}
+    everywhere = largest_change(tree.norm(seen.grads), tree.norm(moved))
 
     def free(h: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
         if isinstance(h, dict):
-            return {k: free_of_scale(x, *by_name.get(k, everywhere)) for k, x in h.items()}
-        return free_of_scale(h, *everywhere)
+            return {k: _divided(x, by_name.get(k, everywhere)) for k, x in h.items()}
+        return _divided(h, everywhere)
 
     return Meta(
         type(grads.hyper)(*(free(h) for h in grads.hyper)),
-        {k: tree.map(lambda x, k=k: free_of_scale(x, *by_name[k]), h) for k, h in grads.precond.items()},
+        {k: tree.map(lambda x, k=k: _divided(x, by_name[k]), h) for k, h in grads.precond.items()},
     )
 
 
-def free_of_scale(h: Tensor, gradient: Tensor, displacement: Tensor) -> Tensor:
-    """Return `H / (‖∇J‖ ‖Δθ‖)`, given the two norms, and zero where one of them is (docs/math.md, 14)."""
-    return over(h, gradient * displacement)
+def largest_change(gradient: Tensor, displacement: Tensor) -> Tensor:
+    """Return ‖∇J‖ ‖Δθ‖, given the two norms: the divisor of a scale-free hypergradient (docs/math.md, 14).
+
+    It is infinite where there is no gradient or no step: what is divided by it is zero then.
+    """
+    return _or_infinity(gradient * displacement)
 
 
 def feedback(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
@@ -52,7 +55,7 @@ def feedback(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
     Its gradient is that of (J(θ') - J(θ)) / ‖∇J(θ)‖². (docs/math.md, 15)
     """
     size = tree.norm(last.seen.grads).square()
-    return tree.map(lambda x: over(x, size), grads)
+    return tree.map(lambda x: _divided(x, _or_infinity(size)), grads)
 
 
 def clip(limit: float) -> Guard:
@@ -89,9 +92,13 @@ def _inner_map(function: Callable[[Tensor], Tensor], m: Tree) -> Tree:
     return Aging(_inner_map(function, m.inner), m.time) if isinstance(m, Aging) else tree.map(function, m)
 
 
-def over(x: Tensor, size: Tensor) -> Tensor:
-    """Return `x / size`, and zero where there is nothing to divide by: no gradient, or no step."""
-    return (x / torch.where(size > 0, size, torch.inf)).to(x.dtype)
+def _or_infinity(size: Tensor) -> Tensor:
+    """Return a size to divide by, infinite where it is zero."""
+    return torch.where(size > 0, size, torch.inf)
+
+
+def _divided(x: Tensor, size: Tensor) -> Tensor:
+    return (x / size).to(x.dtype)
 
 
 def _size(x: Tensor) -> Tensor:

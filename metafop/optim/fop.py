@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from metafop import diagnostics
 from metafop.optim import config, group_step, state
+from metafop.optim.between_updates import BetweenUpdates, between_updates
 from metafop.optim.meta_update import HasLr, MetaOptimizer
 from metafop.optim.step import begin
 from metafop.optimizers import SGD, Adam
@@ -73,7 +74,7 @@ class FOP(Optimizer):
             self._layers, params = by_layer(params), params.named_parameters()
         self._meta_optimizer = MetaOptimizer(Adam() if meta_optimizer is None else meta_optimizer)
         self._specs: dict[Tensor, state.ParamSpec] = {}
-        self._functions: group_step.Functions = {}  # P g of g, kept from step to step because making them takes time
+        self._between: dict[int, BetweenUpdates] = {}  # groups that step quickly, until M is updated
         self._seed = seed
         self._base = optimizer_class(params, **settings)
         super().__init__(self._base.param_groups, self._base.defaults | asked)
@@ -169,7 +170,7 @@ class FOP(Optimizer):
 
     def __setstate__(self, given: dict[str, Any]) -> None:
         super().__setstate__(given)
-        self._functions = {}
+        self._between = {}
         for p, entries in self.__dict__.get("_loading", {}).items():
             self.state[p].update(entries)
         # The base fills in settings that an older state does not have.
@@ -190,24 +191,24 @@ class FOP(Optimizer):
 
     def _learn_and_step(self) -> None:
         """Learn from the last step, precondition the gradients, step the base, record the step."""
-        self._check_params()
-        # Users replace them.
-        self._base.state, self._base.param_groups = self.state, self.param_groups
-        begun = (begin(type(self._base), group, self._specs, self.state) for group in self.param_groups)
-        steps = [step for step in begun if step is not None]
-        for step in steps:
-            group_step.learn_and_precondition(step, self._meta_optimizer, self._functions)
-        group_step.step_base(self._base, steps)
-        for step in steps:
-            group_step.record(step, self.state)
-
-    def _check_params(self) -> None:
+        base, between, steps = self._base, {}, {}
+        base.state, base.param_groups = self.state, self.param_groups  # users replace these
         for i, group in enumerate(self.param_groups):
-            if not self._specs.keys() >= set(group["params"]):
-                raise RuntimeError(
-                    f"Group {i} holds a parameter that FOP was not given, and has no preconditioner for. "
-                    "Add parameters by add_param_group."
-                )
+            directions = self._between[i].directions(group, self.state) if i in self._between else None
+            if directions is not None:
+                between[i] = directions
+            elif (step := begin(type(base), i, group, self._specs, self.state)) is not None:
+                steps[i] = step
+        for step in steps.values():
+            group_step.learn_and_precondition(step, self._meta_optimizer)
+        group_step.step_base(base, list(steps.values()), is_part=bool(between))
+        for i, directions in between.items():
+            self._between[i].step(directions)
+        for i, step in steps.items():
+            group_step.record(step, self.state)
+            self._between.pop(i, None)
+            if (found := between_updates(step, self.state)) is not None:
+                self._between[i] = found
 
     def _new_specs(self, group: dict[str, Any]) -> dict[Tensor, state.ParamSpec]:
         params, names = group["params"], group.get("param_names")

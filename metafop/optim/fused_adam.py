@@ -26,18 +26,15 @@ def update(
     values: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
     grads: Sequence[Tensor],
-) -> list[list[Tensor]]:
+) -> list[tuple[Tensor, ...]]:
     """Return value, time, mean and square of each after its step; if any gradient is not finite, time alone moves.
 
     `states` are the time, mean and square of each before it.
     """
-    new = [
-        [x.clone(memory_format=torch.contiguous_format) for x in (v, *s)]
-        for v, s in zip(values, states, strict=True)
-    ]
-    values, times, means, squares = (list(column) for column in zip(*new, strict=True))
-    torch._foreach_add_(times, 1)
+    times, means, squares = (list(column) for column in zip(*states, strict=True))
+    times = torch._foreach_add(times, 1)
+    values, means, squares = ([x.clone() for x in column] for column in (values, means, squares))
     if all(map(isfinite, torch._foreach_norm(grads))):
         grads = [grad.contiguous() for grad in grads]
         torch._fused_adam_(values, grads, means, squares, [], times, **hyper, amsgrad=False, maximize=False)
-    return new
+    return list(zip(values, times, means, squares, strict=True))

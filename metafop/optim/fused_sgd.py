@@ -5,15 +5,17 @@ float32 FOP calls the kernel instead. In float64 the base steps itself, for its 
 `torch.optim.SGD` and `Momentum.credit`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+_PLAIN = frozenset({Tensor, nn.Parameter})
 
-def is_free_to_choose(group: Mapping[str, Any]) -> bool:
+
+def is_allowed(group: Mapping[str, Any]) -> bool:
     """Return whether the user leaves open how the step is computed, and all settings are plain numbers."""
     return (
         group["foreach"] is None
@@ -24,29 +26,20 @@ def is_free_to_choose(group: Mapping[str, Any]) -> bool:
     )
 
 
-def suits(params: Sequence[Tensor], grads: Sequence[Tensor], velocities: Sequence[Tensor | None]) -> bool:
+def suits(params: list[Tensor], grads: list[Tensor], velocities: list[Tensor | None]) -> bool:
     """Return whether the kernel can be given these: it reads memory from where each begins, and checks nothing.
 
     Any of them may have been given new data since the last step. Before the first there is no velocity.
     """
+    tensors: list[Any] = [*params, *grads, *velocities]
+    sizes = list(map(Tensor.numel, params))
     return (
-        all(map(_is_plain, velocities))
-        and all(
-            p.shape == g.shape == v.shape  # pyright: ignore[reportOptionalMemberAccess]
-            for p, g, v in zip(params, grads, velocities, strict=True)
-        )
-        and all(map(_is_plain, params))
-        and all(map(_is_plain, grads))
-    )
-
-
-def _is_plain(x: Tensor | None) -> bool:
-    return (
-        type(x) in (Tensor, nn.Parameter)
-        and x.dtype is torch.float32  # pyright: ignore[reportOptionalMemberAccess]
-        and x.is_cpu  # pyright: ignore[reportOptionalMemberAccess]
-        and x.layout is torch.strided  # pyright: ignore[reportOptionalMemberAccess]
-        and x.is_contiguous()  # pyright: ignore[reportOptionalMemberAccess]
+        _PLAIN.issuperset(map(type, tensors))
+        and params[0].is_cpu
+        and {x.layout for x in grads} == {torch.strided}
+        and {x.dtype for x in tensors} == {torch.float32}
+        and all(map(Tensor.is_contiguous, tensors))
+        and [*sizes, *sizes, *sizes] == list(map(Tensor.numel, tensors))
     )
 
 

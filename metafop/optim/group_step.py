@@ -4,8 +4,8 @@ Nothing is written into the optimizer's state before the base has stepped, so th
 as it was. (docs/math.md, 26)
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,42 +18,43 @@ from metafop.optim.step import GroupStep, ParamStep
 from metafop.preconditioners import stacks
 
 
-class PreconditionerFunction(NamedTuple):
-    """What makes P g of g, and what it was made of: it serves until m, or the precision of g, is another."""
-
-    m: list[Tensor]
-    dtype: torch.dtype
-    call: Callable[[Tensor], Tensor]
-
-
-Functions = dict[Tensor, PreconditionerFunction]
-
-
-def learn_and_precondition(step: GroupStep, meta: MetaOptimizer, functions: Functions) -> None:
+def learn_and_precondition(step: GroupStep, meta: MetaOptimizer) -> None:
     """Learn from the last step, and make of each gradient the direction for the base."""
-    learned_hyperparameters.learn(step, meta)
+    if step.rule.learned_settings:
+        learned_hyperparameters.learn(step, meta)
     for one in step.preconditioned:
-        _make_entries(step, one, meta)
+        if not one.entries.saved.keys() >= step.rule.needed:
+            _make_entries(step, one, meta)
     if step.group["order"] == "exact":
         _learn(step, meta)
-        _precondition(step, functions)
+        _precondition(step)
     else:  # the paper's order: this step is still taken with the m before
-        _precondition(step, functions)
+        _precondition(step)
         _learn(step, meta)
-    _keep_before(step)
-    learned_hyperparameters.keep_before(step)
+    if step.moves:
+        _keep_before(step)
+    if step.rule.learned_settings:
+        learned_hyperparameters.keep_before(step)
 
 
-def step_base(base: Optimizer, steps: Sequence[GroupStep]) -> None:
-    """Step the base with the directions; where torch's fused kernel can do it, call that."""
-    fused, own = [], []
+def step_base(base: Optimizer, steps: Sequence[GroupStep], is_part: bool) -> None:
+    """Step the base with the directions; where torch's fused kernel can do it, call that.
+
+    `is_part` says that other groups take a step without it: then, too, it sees only those that need it.
+    """
+    own, fused = [], []
     for step in steps:
-        (fused if _is_fused(step) else own).append(step)
-    if own or not fused:
-        _step_own(base, own, [step.group for step in own] if fused else base.param_groups)
-    for step in fused:
         params, directions = [one.param for one in step.params], [one.direction for one in step.params]
-        fused_sgd.step(step.settings, params, directions, _velocities(step))  # pyright: ignore
+        velocities = [one.entries.saved.get("momentum_buffer") for one in step.params]
+        if step.rule.fused and fused_sgd.suits(params, directions, velocities):
+            fused.append((step.settings, params, directions, velocities))
+        else:
+            own.append(step)
+    is_part = is_part or bool(fused)
+    if own or not is_part:  # without any gradient, too: it may have something to do at every step
+        _step_own(base, own, [step.group for step in own] if is_part else base.param_groups)
+    for arguments in fused:
+        fused_sgd.step(*arguments)
 
 
 def record(step: GroupStep, states: dict[Tensor, dict[str, Any]]) -> None:
@@ -69,22 +70,21 @@ def record(step: GroupStep, states: dict[Tensor, dict[str, Any]]) -> None:
 
 def _make_entries(step: GroupStep, one: ParamStep, meta: MetaOptimizer) -> None:
     """Make what is missing: all, at the first step of a parameter; some, after settings have changed."""
-    entries, rule = one.entries, step.rule
-    like = base_optimizers.at_least_float32(one.grad)
-    if entries.get(state.USABLE) is None:
+    entries, like = one.entries, base_optimizers.at_least_float32(one.grad)
+    missing = step.rule.needed.difference(entries.saved)
+    if state.USABLE in missing:
         for i, leaf in enumerate(tree.leaves(one.spec.start(one.param))):
-            entries[state.m_key(i)] = leaf.contiguous()
-            for j, x in enumerate(meta.init(leaf)):
-                entries[state.meta_key(i, j)] = x.contiguous()
-        entries[state.UPDATES], entries[state.USABLE], entries[state.FROM_VELOCITY] = 0, 0, 0
-        entries[state.NEXT] = _next_time(step)
-        entries[state.LR], entries[state.DISPLACEMENT] = 0.0, like.new_zeros(())
-    for key in rule.kept_for_credit:
-        if entries.get(key) is None:
-            entries[state.USABLE] = 0
-            entries[key] = torch.zeros_like(like, memory_format=torch.contiguous_format)
-    if rule.credit == "moments" and entries.get(state.MOMENTS["time"]) is None:
-        for name, x in base_optimizers.moments(rule.pure, one.param, {}).items():
+            entries[one.spec.m_keys[i]] = leaf.contiguous()
+            for key, x in zip(state.meta_keys(i, meta.states), meta.init(leaf), strict=True):
+                entries[key] = x.contiguous()
+        entries[state.UPDATES], entries[state.NEXT] = 0, _next_time(step)
+        entries[state.LR], entries[state.FROM_VELOCITY] = 0.0, 0
+        entries[state.DISPLACEMENT] = like.new_zeros(())
+    entries[state.USABLE] = 0
+    for key in missing & {state.CREDIT, state.MEMORY, state.DIRECTION}:
+        entries[key] = torch.zeros_like(like, memory_format=torch.contiguous_format)
+    for name, x in base_optimizers.moments(step.rule.pure, one.param, {}).items():
+        if state.MOMENTS[name] in missing:
             entries[state.MOMENTS[name]] = x
 
 
@@ -100,27 +100,22 @@ def _learn(step: GroupStep, meta: MetaOptimizer) -> None:
     if not due:
         return
     found = hypergradient.of_preconditioners(step, due)
-    places: list[tuple[ParamStep, int]] = []
-    leaves, grads = [], []
+    places, leaves, grads = [], [], []
     for one in due:
-        for i, (h, is_learned) in enumerate(
-            zip(tree.leaves(found[one.spec.key]), one.spec.learned, strict=True)
-        ):
-            m = one.entries[state.m_key(i)]
-            if is_learned:
-                places.append((one, i))
-                leaves.append(Leaf(m, [one.entries[state.meta_key(i, j)] for j in range(meta.states)]))
+        for i, h in enumerate(found[one.spec.key]):
+            key, meta_keys = one.spec.m_keys[i], state.meta_keys(i, meta.states)
+            if one.spec.learned[i]:
+                places.append((one.entries, key, meta_keys))
+                leaves.append(Leaf(one.entries[key], [one.entries[k] for k in meta_keys]))
                 grads.append(h)
             else:  # the time of a `Rescaled` family
-                one.entries[state.m_key(i)] = m + 1
+                one.entries[key] = one.entries[key] + 1
         one.entries[state.UPDATES] += 1
         one.entries[state.NEXT] = _next_time(step)
-    if not leaves:
-        return
-    for (one, i), new in zip(places, meta.update(step.group["meta_lr"], leaves, grads), strict=True):
-        one.entries[state.m_key(i)] = new.value
-        for j, x in enumerate(new.state):
-            one.entries[state.meta_key(i, j)] = x
+    moved = meta.update(step.group["meta_lr"], leaves, grads) if leaves else []
+    for (entries, key, meta_keys), leaf in zip(places, moved, strict=True):
+        entries[key] = leaf.value
+        entries.new.update(zip(meta_keys, leaf.state, strict=True))
 
 
 def _is_due(step: GroupStep, one: ParamStep) -> bool:
@@ -133,42 +128,23 @@ def _is_due(step: GroupStep, one: ParamStep) -> bool:
     return has_velocity or not entries[state.FROM_VELOCITY]
 
 
-def _precondition(step: GroupStep, functions: Functions) -> None:
+def _precondition(step: GroupStep) -> None:
     """Give each parameter its direction P g."""
-    ms = {
-        one.spec.key: [one.entries[state.m_key(i)] for i in range(len(one.spec.shapes))]
-        for one in step.preconditioned
-    }
-    stale = [
-        one
-        for one in step.preconditioned
-        if not _is_current(functions.get(one.param), ms[one.spec.key], one.grad)
-    ]
-    if stale:
-        made = stacks.turners(
-            {one.spec.key: one.spec.family for one in stale},
-            {one.spec.key: one.spec.m(one.entries) for one in stale},
-            {one.spec.key: one.grad for one in stale},
-        )
-        for one in stale:
-            key = one.spec.key
-            functions[one.param] = PreconditionerFunction(ms[key], one.grad.dtype, made[key])
+    functions = stacks.turners(
+        {one.spec.key: one.spec.family for one in step.preconditioned},
+        {one.spec.key: one.spec.m(one.entries) for one in step.preconditioned},
+        {one.spec.key: one.grad for one in step.preconditioned},
+    )
     for one in step.preconditioned:
-        one.direction = _like_gradient(one, functions[one.param].call(one.grad))
+        one.function = functions[one.spec.key]
+        one.direction = like_gradient(one.spec, one.grad, one.function(one.grad))
 
 
-def _is_current(function: PreconditionerFunction | None, m: list[Tensor], grad: Tensor) -> bool:
-    if function is None or function.dtype is not grad.dtype:
-        return False
-    return all(x is y for x, y in zip(function.m, m, strict=True))
-
-
-def _like_gradient(one: ParamStep, direction: Tensor) -> Tensor:
+def like_gradient(spec: state.ParamSpec, grad: Tensor, direction: Tensor) -> Tensor:
     """Return P g in the gradient's memory layout: fused kernels assume it, and do not check."""
-    grad = one.grad
     if direction.shape != grad.shape or direction.dtype is not grad.dtype:
         raise RuntimeError(
-            f"{one.spec.family} of {one.spec.name!r} makes {direction.dtype}, {tuple(direction.shape)}, "
+            f"{spec.family} of {spec.name!r} makes {direction.dtype}, {tuple(direction.shape)}, "
             f"of a gradient of {grad.dtype}, {tuple(grad.shape)}. "
             "Let its apply return something like the gradient."
         )
@@ -179,34 +155,21 @@ def _like_gradient(one: ParamStep, direction: Tensor) -> Tensor:
 
 def _keep_before(step: GroupStep) -> None:
     """Keep what is to be known of the time before this step, where the next one may learn from it."""
-    rule, soon = step.rule, step.group[state.STEPS] + 1
-    if not step.moves:
+    if step.rule.displacement == "velocity":
+        for one in step.preconditioned:
+            one.is_recorded = True
         return
     for one in step.preconditioned:
-        if rule.displacement == "velocity":
-            one.is_recorded = True
-        elif soon >= one.entries[state.NEXT]:
+        if step.group[state.STEPS] + 1 >= one.entries[state.NEXT]:
             one.is_recorded = True
             one.before = one.param.clone()
-            if rule.credit == "moments":
+            if step.rule.credit == "moments":
                 step.keep_moments_and_direction(one)
-
-
-def _is_fused(step: GroupStep) -> bool:
-    if not step.rule.fused:
-        return False
-    return fused_sgd.suits(
-        [one.param for one in step.params], [one.direction for one in step.params], _velocities(step)
-    )
-
-
-def _velocities(step: GroupStep) -> list[Tensor | None]:
-    return [one.entries.get("momentum_buffer") for one in step.params]
 
 
 def _step_own(base: Optimizer, steps: Sequence[GroupStep], groups: list[dict[str, Any]]) -> None:
     """Step the base with the directions in place of the gradients, which are the user's and come back."""
-    params = [one for step in steps for one in step.params]
+    params = [one for step in steps for one in step.preconditioned]
     settings = [(step.group, {name: step.group[name] for name in step.learned}) for step in steps]
     all_groups, base.param_groups = base.param_groups, groups
     try:
@@ -246,26 +209,29 @@ def _accumulate_credit(step: GroupStep) -> None:
 
 def _record_last(step: GroupStep, one: ParamStep) -> None:
     """Record this step as the last one, if the next one may learn from it."""
-    entries = one.entries
-    entries[state.USABLE] = int(one.is_recorded)
+    entries, from_velocity = one.entries, step.rule.displacement == "velocity"
+    if entries.get(state.USABLE) != one.is_recorded:
+        entries[state.USABLE] = int(one.is_recorded)
     if not one.is_recorded:
         return
-    lr = step.settings["lr"]
+    if entries.get(state.FROM_VELOCITY) != from_velocity:
+        entries[state.FROM_VELOCITY] = int(from_velocity)
+    if from_velocity:
+        return
+    wide, lr = base_optimizers.at_least_float32, step.settings["lr"]
     entries[state.LR] = lr.clone() if isinstance(lr, Tensor) else lr
-    entries[state.FROM_VELOCITY] = int(step.rule.displacement == "velocity")
-    wide = base_optimizers.at_least_float32
-    if one.before is not None:
-        entries[state.DISPLACEMENT] = torch.linalg.vector_norm(wide(one.before) - wide(one.param))
+    entries[state.DISPLACEMENT] = torch.linalg.vector_norm(wide(one.before) - wide(one.param))
     if step.rule.credit in ("gradient", "moments"):
         entries[state.CREDIT] = wide(base_optimizers.to_minimize(step.group, one.grad)).clone()
 
 
 def _write(step: GroupStep, one: ParamStep, states: dict[Tensor, dict[str, Any]]) -> None:
     """Write the entries of a parameter, and drop those that steps of this kind do not keep up to date."""
-    entries = one.entries
+    entries, unused = one.entries, step.rule.unused
     if not step.rule.learns_precond and entries.get(state.USABLE):
         entries[state.USABLE] = 0  # P had no part in this step
-    saved = states[one.param] if entries.new else states.get(one.param, {})
-    saved.update(entries.new)
-    for key in step.rule.unused:
-        saved.pop(key, None)
+    if entries.new:
+        states[one.param].update(entries.new)
+    if not unused.isdisjoint(entries.saved):
+        for key in unused:
+            states[one.param].pop(key, None)

@@ -16,12 +16,12 @@ from metafop.optim import base_optimizers, state
 from metafop.optim.step import GroupStep, ParamStep
 from metafop.optimizers import SGD, Adam
 from metafop.preconditioners import stacks
-from metafop.safeguards import free_of_scale
-from metafop.types import Params, Tree
+from metafop.safeguards import largest_change
+from metafop.types import Params
 
 
-def of_preconditioners(step: GroupStep, params: list[ParamStep]) -> dict[str, Tree]:
-    """Return H in the m of each parameter, by the last step that it took (docs/math.md, 12 to 14)."""
+def of_preconditioners(step: GroupStep, params: list[ParamStep]) -> dict[str, list[Tensor]]:
+    """Return H in the leaves of each parameter's m, by the last step that it took (docs/math.md, 12 to 14)."""
     cotangents = step.cotangents(params)
     credited = state.MEMORY if step.rule.credit == "heavy_ball" else state.CREDIT
     pulled = stacks.pullbacks(
@@ -30,24 +30,25 @@ def of_preconditioners(step: GroupStep, params: list[ParamStep]) -> dict[str, Tr
         {one.spec.key: one.entries[credited] for one in params},
         cotangents_of_credit(step, params, cotangents),
     )
+    leaves = {k: [h] if isinstance(h, Tensor) else tree.leaves(h) for k, h in pulled.items()}
     if not step.group["scale_free"]:
-        return pulled
-    result = {}
-    for one in params:
-        # In float64, where the product of two small norms does not underflow.
-        sizes = [norm.double() for norm in (_norm(cotangents[one.spec.key]), displacement(one))]
-        result[one.spec.key] = tree.map(lambda h, sizes=sizes: free_of_scale(h, *sizes), pulled[one.spec.key])
-    return result
+        return leaves
+    # In float64, where the product of two small norms does not underflow.
+    gradients = torch.stack([_norm(c) for c in cotangents.values()]).double()
+    displacements = torch.stack([displacement(one) for one in params]).double()
+    sizes = largest_change(gradients, displacements).unbind()
+    return {k: [h / size for h in leaves[k]] for k, size in zip(cotangents, sizes, strict=True)}
 
 
 def cotangents_of_credit(step: GroupStep, params: list[ParamStep], cotangents: Params) -> Params:
     """Return the cotangent of P times the credited gradients: -lr c around SGD (docs/math.md, 12 and 13).
 
-    Each parameter has its own lr: some may have had no gradient for a while, and a scheduler went on.
+    Their lrs may differ: some may have had no gradient for a while, and a scheduler went on.
     """
     pure, dtype = step.rule.pure, cotangents[params[0].spec.key].dtype
     lrs = {one.spec.key: last_lr(one) for one in params}
-    hyper = base_optimizers.hyper(pure, step.last_settings(), lrs, dtype)
+    lr = lrs if len(set(lrs.values())) > 1 else lrs[params[0].spec.key]
+    hyper = base_optimizers.hyper(pure, step.last_settings(), lr, dtype)
     if not isinstance(pure, Adam):
         return (pure or SGD()).toward_after(hyper, (), cotangents)  # pyright: ignore
     through = _through_both_moments if step.rule.credit == "moments" else _through_first_moment

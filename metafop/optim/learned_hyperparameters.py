@@ -15,7 +15,7 @@ from metafop.optim import base_optimizers, state
 from metafop.optim.meta_update import Leaf, MetaOptimizer
 from metafop.optim.step import GroupStep, ParamStep
 from metafop.optimizers import Positive, Unit
-from metafop.safeguards import free_of_scale
+from metafop.safeguards import largest_change
 
 _DOMAINS = {"lr": Positive(), "momentum": Unit()}
 _FIELDS = {"lr": "lr", "momentum": "decay"}  # what the pure optimizers call them
@@ -28,7 +28,7 @@ def learn(step: GroupStep, meta: MetaOptimizer) -> None:
         _make_entries(step, name, meta)
     before = {name: _value(step, name) for name in names}
     usable = [one for one in step.params if one.entries.get(state.USABLE_FOR_SETTINGS)]
-    if names and usable and step.moves:
+    if usable and step.moves:
         _move(step, usable, meta)
     # In the paper's order this step is still taken with the values before.
     step.learned = {name: _value(step, name) for name in names} if step.group["order"] == "exact" else before
@@ -36,8 +36,6 @@ def learn(step: GroupStep, meta: MetaOptimizer) -> None:
 
 def keep_before(step: GroupStep) -> None:
     """Keep what the next step needs to know of the time before this one, and of its direction."""
-    if not step.rule.learned_settings:
-        return
     for one in step.params:
         one.entries[state.USABLE_FOR_SETTINGS] = int(step.moves)
         one.entries[state.BEFORE] = one.param.clone()
@@ -83,7 +81,8 @@ def _move(step: GroupStep, params: list[ParamStep], meta: MetaOptimizer) -> None
     if step.group["scale_free"]:
         wide = base_optimizers.at_least_float32
         moved = tree.norm([wide(one.param) - wide(one.entries[state.BEFORE]) for one in params])
-        grads = [free_of_scale(h, tree.norm(cotangents), moved) for h in grads]
+        size = largest_change(tree.norm(cotangents), moved)
+        grads = [h / size for h in grads]
     new = meta.update(step.group["meta_lr"], leaves, grads)
     for name, leaf in zip(names, new, strict=True):
         keys = state.setting_keys(name, meta.states)

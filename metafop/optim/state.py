@@ -60,12 +60,9 @@ STEPS = "fop_steps"
 SETTINGS = ("preconditioner", "meta_lr", "order", "credit", "scale_free", "interval", "learn", STEPS)
 
 
-def m_key(leaf: int) -> str:
-    return f"fop_m{leaf}"
-
-
-def meta_key(leaf: int, j: int) -> str:
-    return f"fop_meta{leaf}_{j}"
+def meta_keys(leaf: int, states: int) -> list[str]:
+    """Return the keys of the meta-optimizer's states for a leaf of m, given how many it has."""
+    return [f"fop_meta{leaf}_{j}" for j in range(states)]
 
 
 class SettingKeys(NamedTuple):
@@ -92,6 +89,7 @@ class ParamSpec(NamedTuple):
     name: str
     family: Preconditioner
     structure: Tree  # of the keys of its leaves
+    m_keys: tuple[str, ...]  # of its leaves in the state
     shapes: tuple[torch.Size, ...]
     learned: tuple[bool, ...]  # the others count steps
     seed: int
@@ -101,6 +99,8 @@ class ParamSpec(NamedTuple):
         return _start(param, self.family, self.seed)
 
     def m(self, entries: "Mapping[str, Any] | Entries") -> Tree:
+        if isinstance(self.structure, str):  # one tensor, as most families have: `tree.map` takes 10 µs
+            return entries[self.structure]
         return tree.map(entries.__getitem__, self.structure)
 
 
@@ -138,10 +138,19 @@ def spec(param: Tensor, family: Preconditioner, name: str, number: int, seed: in
     except ValueError as error:
         raise ValueError(f"The parameter {name!r} does not suit its preconditioner: {error}") from None
     leaves, form = tree.flatten(m)
-    structure = tree.unflatten([m_key(i) for i in range(len(leaves))], form)
+    keys = tuple(f"fop_m{i}" for i in range(len(leaves)))
     counting = clocks(m, "m")
     learned = tuple(leaf not in counting for leaf in tree.named(m, "m"))
-    return ParamSpec(str(number), name, family, structure, tuple(x.shape for x in leaves), learned, seed)
+    return ParamSpec(
+        key=str(number),
+        name=name,
+        family=family,
+        structure=tree.unflatten(list(keys), form),
+        m_keys=keys,
+        shapes=tuple(x.shape for x in leaves),
+        learned=learned,
+        seed=seed,
+    )
 
 
 def _start(param: Tensor, family: Preconditioner, seed: int) -> Tree:
@@ -217,10 +226,10 @@ def _check_param(
     spec: ParamSpec, param: Tensor, state: Mapping[str, Any], init_meta: Callable[[Tensor], list[Tensor]]
 ) -> None:
     """Raise ValueError for the state of another parameter, or of another meta-optimizer."""
-    ours = {m_key(i): shape for i, shape in enumerate(spec.shapes)}
+    ours = dict(zip(spec.m_keys, spec.shapes, strict=True))
     for i, shape in enumerate(spec.shapes):
         states = init_meta(torch.empty(shape, device="meta"))
-        ours |= {meta_key(i, j): x.shape for j, x in enumerate(states)}
+        ours |= {key: x.shape for key, x in zip(meta_keys(i, len(states)), states, strict=True)}
     missing = [key for key in ours if key not in state] if USABLE in state else []
     for key, shape in (ours | dict.fromkeys(_LIKE_PARAM, param.shape)).items():
         found = state.get(key)

@@ -1,6 +1,6 @@
 """What one step of a group works on: the rule by which it steps, and its parameters with their gradients."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
@@ -38,8 +38,9 @@ class StepRule:
 
     `displacement` is where ‖Δθ‖ comes from: the difference from a "copy" of θ, which is made when the next step
     is to learn from this one; or the "velocity" v' of a heavy ball, for Δθ = -lr v' to rounding. `fused` says
-    that torch's fused kernel may take the base's step. `unused` are the entries that such steps do not keep up
-    to date: they are dropped, so that what is there can be trusted.
+    that torch's fused kernel may take the base's step. `needed` are the
+    entries without which a parameter that has a P cannot take such a step, and `unused` those that such steps
+    do not keep up to date: they are dropped, so that what is there can be trusted.
     """
 
     pure: Pure | None
@@ -48,11 +49,8 @@ class StepRule:
     credit: Credit
     displacement: Displacement
     fused: bool
-    unused: tuple[str, ...]
-
-    @property
-    def kept_for_credit(self) -> tuple[str, ...]:
-        return _KEPT_FOR_CREDIT[self.credit]
+    needed: frozenset[str]
+    unused: frozenset[str]
 
 
 @lru_cache(maxsize=64)
@@ -75,11 +73,10 @@ def step_rule(
     # What is scale-free does not depend on lr, so that the velocity tells all. In float64 bits are Online's.
     from_velocity = case == "heavy_ball" and scale_free and single
     settings = tuple(name for name in learn if name != "precond")
-    used = set(_KEPT_FOR_CREDIT[case]) if "precond" in learn else set()
-    if settings:
-        used |= {state.USABLE_FOR_SETTINGS, state.BEFORE, state.DIRECTION}
-    if state.DIRECTION in used:
-        used |= {state.MOMENTS[name] for name in base_optimizers.moment_names(pure)}
+    moments = {state.MOMENTS[name] for name in base_optimizers.moment_names(pure)}
+    for_credit = set(_KEPT_FOR_CREDIT[case]) | (moments if case == "moments" else set())
+    for_settings = {state.USABLE_FOR_SETTINGS, state.BEFORE, state.DIRECTION, *moments}
+    used = (for_credit if "precond" in learn else set()) | (for_settings if settings else set())
     return StepRule(
         pure=pure,
         learns_precond="precond" in learn,
@@ -87,26 +84,29 @@ def step_rule(
         credit=case,
         displacement="velocity" if from_velocity else "copy",
         fused=fused and isinstance(pure, Momentum),
-        unused=tuple(key for key in state.TRANSIENT if key not in used),
+        needed=frozenset({state.USABLE, *for_credit}),
+        unused=frozenset(state.TRANSIENT) - used,
     )
 
 
 class ParamStep:
-    """One parameter in one step of its group."""
+    """One parameter in one step of its group: its gradient g, and `direction`, which is P g once that is made.
+
+    `function` makes P g of g. `is_recorded` says that the next step may learn from this one; `before` is then a
+    copy of the parameter before it, if its displacement is measured.
+    """
 
     def __init__(self, param: Tensor, grad: Tensor, spec: ParamSpec, saved: Mapping[str, Any]) -> None:
-        self.param, self.grad, self.spec = param, grad, spec
+        self.param, self.grad, self.direction, self.spec = param, grad, grad, spec
         self.entries = Entries(saved)
-        self.direction = grad  # P g, once it is made
-        self.before: Tensor | None = (
-            None  # a copy of the parameter before the step, to measure its displacement
-        )
-        self.is_recorded = False  # whether the next step may learn from this one
+        self.function: Callable[[Tensor], Tensor] | None = None
+        self.before: Tensor | None = None
+        self.is_recorded = False
 
 
 @dataclass
 class GroupStep:
-    """One step of one group: its parameters that have a gradient, and its settings."""
+    """One step of one group, with all of its parameters that have a gradient."""
 
     group: dict[str, Any]
     rule: StepRule
@@ -151,13 +151,22 @@ class GroupStep:
 
 
 def begin(
-    base: type, group: dict[str, Any], specs: Mapping[Tensor, ParamSpec], states: Mapping[Tensor, dict]
+    base: type,
+    number: int,
+    group: dict[str, Any],
+    specs: Mapping[Tensor, ParamSpec],
+    states: Mapping[Tensor, dict[str, Any]],
 ) -> GroupStep | None:
-    """Return the step of a group, or None if no parameter has a gradient.
+    """Return the step of the group of this number, or None if no parameter has a gradient.
 
     Settings are entries of a dict that anyone may change, and are checked at every step.
     """
     config.check_group(base, group)
+    if not specs.keys() >= set(group["params"]):
+        raise RuntimeError(
+            f"Group {number} holds a parameter that FOP was not given, and has no preconditioner for. "
+            "Add parameters by add_param_group."
+        )
     params = [
         ParamStep(p, p.grad, specs[p], states.get(p, {})) for p in group["params"] if p.grad is not None
     ]
@@ -170,7 +179,7 @@ def begin(
         group["credit"],
         bool(group["scale_free"]),
         single=all(one.param.dtype is torch.float32 for one in params),
-        fused=isinstance(pure, Momentum) and fused_sgd.is_free_to_choose(group),
+        fused=isinstance(pure, Momentum) and fused_sgd.is_allowed(group),
     )
     preconditioned = [one for one in params if one.spec.shapes] if rule.learns_precond else []
     for one in params if rule.learned_settings else preconditioned:
