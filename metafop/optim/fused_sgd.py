@@ -5,7 +5,7 @@ float32 FOP calls the kernel instead. In float64 the base steps itself, for its 
 `torch.optim.SGD` and `Momentum.credit`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ def is_allowed(group: Mapping[str, Any]) -> bool:
     )
 
 
-def suits(params: list[Tensor], grads: list[Tensor], velocities: list[Tensor | None]) -> bool:
-    """Return whether the kernel can be given these: it reads memory from where each begins, and checks nothing.
+def suits(params: list[Tensor], grads: list[Tensor], velocities: Sequence[Tensor | None]) -> bool:
+    """Return whether the kernel can be given these: it reads memory from where each begins, unchecked.
 
     Any of them may have been given new data since the last step. Before the first there is no velocity.
     """
@@ -63,5 +63,5 @@ def step(
 
 
 def add_to_credit(memory: Tensor, grad: Tensor, momentum: float) -> None:
-    """u' = g + momentum u, in place: `Momentum.credit` without a new tensor of the parameter's size each step."""
+    """u' = g + momentum u, in place: `Momentum.credit` without a new tensor as large as θ at each step."""
     torch.add(grad, memory, alpha=momentum, out=memory)

@@ -1,7 +1,7 @@
-"""One step of one group: learn from the last step, precondition the gradients, step the base, record the step.
+"""One step of one group: learn from the last step, precondition the gradients, step the base, record.
 
-Nothing is written into the optimizer's state before the base has stepped, so that a step that fails leaves all
-as it was. (docs/math.md, 26)
+Nothing is written into the optimizer's state before the base has stepped: a step that fails changes nothing.
+(docs/math.md, 26)
 """
 
 from collections.abc import Sequence
@@ -200,7 +200,8 @@ def _accumulate_credit(step: GroupStep) -> None:
         memory = {one.spec.key: one.entries[state.MEMORY] for one in step.preconditioned}
         dtype = grads[step.preconditioned[0].spec.key].dtype
         hyper = base_optimizers.hyper(rule.pure, settings, settings["lr"], dtype)
-        credit, memory = rule.pure.credit(hyper, memory, grads)  # pyright: ignore
+        made: Any = rule.pure.credit(hyper, memory, grads)  # pyright: ignore
+        credit, memory = made
         for one in step.preconditioned:
             one.entries[state.MEMORY] = memory[one.spec.key]
             if one.is_recorded:
@@ -209,16 +210,13 @@ def _accumulate_credit(step: GroupStep) -> None:
 
 def _record_last(step: GroupStep, one: ParamStep) -> None:
     """Record this step as the last one, if the next one may learn from it."""
-    entries, from_velocity = one.entries, step.rule.displacement == "velocity"
-    if entries.get(state.USABLE) != one.is_recorded:
-        entries[state.USABLE] = int(one.is_recorded)
+    entries, wide, lr = one.entries, base_optimizers.at_least_float32, step.settings["lr"]
+    entries[state.USABLE] = int(one.is_recorded)
     if not one.is_recorded:
         return
-    if entries.get(state.FROM_VELOCITY) != from_velocity:
-        entries[state.FROM_VELOCITY] = int(from_velocity)
-    if from_velocity:
+    entries[state.FROM_VELOCITY] = int(one.before is None)
+    if one.before is None:
         return
-    wide, lr = base_optimizers.at_least_float32, step.settings["lr"]
     entries[state.LR] = lr.clone() if isinstance(lr, Tensor) else lr
     entries[state.DISPLACEMENT] = torch.linalg.vector_norm(wide(one.before) - wide(one.param))
     if step.rule.credit in ("gradient", "moments"):

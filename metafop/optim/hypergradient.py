@@ -2,8 +2,8 @@
 
     H = ∂⟨∇J(θ), θ⟩/∂M = the family's pullback of the credited gradients, at the cotangent of what they moved
 
-The derivative is that of the pure optimizer which describes the base, the pullback that of the family, and the
-division by ‖∇J‖ ‖Δθ‖ that of `safeguards`: nothing here is FOP's own but what is read from the optimizer's state.
+The derivative is that of the pure optimizer which describes the base, the pullback that of the family, and
+the divisor ‖∇J‖ ‖Δθ‖ that of `safeguards`. FOP's own is only what it reads from the optimizer's state.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from metafop.types import Params
 
 
 def of_preconditioners(step: GroupStep, params: list[ParamStep]) -> dict[str, list[Tensor]]:
-    """Return H in the leaves of each parameter's m, by the last step that it took (docs/math.md, 12 to 14)."""
+    """Return H in the leaves of each parameter's m, for the last step it took (docs/math.md, 12 to 14)."""
     cotangents = step.cotangents(params)
     credited = state.MEMORY if step.rule.credit == "heavy_ball" else state.CREDIT
     pulled = stacks.pullbacks(
@@ -30,14 +30,14 @@ def of_preconditioners(step: GroupStep, params: list[ParamStep]) -> dict[str, li
         {one.spec.key: one.entries[credited] for one in params},
         cotangents_of_credit(step, params, cotangents),
     )
-    leaves = {k: [h] if isinstance(h, Tensor) else tree.leaves(h) for k, h in pulled.items()}
+    leaves = {k: tree.leaves(h) for k, h in pulled.items()}
     if not step.group["scale_free"]:
         return leaves
-    # In float64, where the product of two small norms does not underflow.
-    gradients = torch.stack([_norm(c) for c in cotangents.values()]).double()
-    displacements = torch.stack([displacement(one) for one in params]).double()
-    sizes = largest_change(gradients, displacements).unbind()
-    return {k: [h / size for h in leaves[k]] for k, size in zip(cotangents, sizes, strict=True)}
+    for one in params:
+        k = one.spec.key
+        size = largest_change(_precise(_norm(cotangents[k])), _precise(displacement(one)))
+        leaves[k] = [h / size for h in leaves[k]]
+    return leaves
 
 
 def cotangents_of_credit(step: GroupStep, params: list[ParamStep], cotangents: Params) -> Params:
@@ -56,7 +56,7 @@ def cotangents_of_credit(step: GroupStep, params: list[ParamStep], cotangents: P
 
 
 def _through_first_moment(pure: Adam, hyper: Any, one: ParamStep, cotangents: Params) -> Params:
-    """Return the cotangent with the second moment held, which is read from the base's state after the step."""
+    """Return the cotangent with the second moment held: that of the base's state after the step."""
     k = one.spec.key
     moments = base_optimizers.moments(pure, one.param, one.entries.saved)
     after = base_optimizers.pure_state(pure, k, moments, cotangents[k].dtype)
@@ -86,3 +86,8 @@ def displacement(one: ParamStep) -> Tensor:
 
 def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x)
+
+
+def _precise(norm: Tensor) -> Tensor:
+    """Return a norm in float64, where a product of small ones does not underflow; not all devices have it."""
+    return norm.double() if norm.device.type == "cpu" else norm

@@ -1,4 +1,4 @@
-"""Learned lr and momentum: an offset in log lr and logit momentum, on top of what the user or a scheduler sets.
+"""Learned lr and momentum: offsets in log lr and logit momentum, on top of what a user or scheduler sets.
 
     z' = meta_optimizer(z, ∂⟨∇J(θ), θ⟩/∂z),    the base steps with x(z(x₀) + z')    (docs/math.md, 9 and 26)
 

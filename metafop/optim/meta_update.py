@@ -1,4 +1,4 @@
-"""The meta-optimizer's step: moves what is learned, M and the offsets of lr and momentum, by a pure optimizer."""
+"""The meta-optimizer's step: a pure optimizer moves M, and the offsets of a learned lr and momentum."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -79,7 +79,7 @@ class MetaOptimizer:
         return Leaf(torch.where(finite, new.value, old.value), state)
 
     def _hyper(self, lr: float, like: Tensor) -> "_Hyper":
-        """Return the hyperparameters, made anew if anything has changed: making them checks them, which takes time."""
+        """Return the hyperparameters, made anew if anything has changed: making them validates them."""
         key = (lr, like.dtype, like.device)
         if self._last_hyper[0] != key:
             hyper = self.optimizer.hyper(lr=lr)

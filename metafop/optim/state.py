@@ -8,7 +8,7 @@ The keys are the format of saved states. Of each parameter that has a P, from it
     fop_next            int                           the step of the group from which m may be moved again
     fop_taken           0 or 1                        whether the next step may learn from the last one
     fop_lr              float, or scalar tensor       lr of the last step that was recorded
-    fop_rolled          0 or 1                        whether its displacement is that of the velocity, at lr = 1
+    fop_rolled          0 or 1                        whether its displacement is the velocity's, at lr = 1
     fop_moved           scalar                        otherwise its displacement ‖Δθ‖
     fop_credit          like θ                        what P is credited with in it; not for a heavy ball
     fop_memory          like θ                        u, the sum or average of gradients; for velocity credit
@@ -22,12 +22,12 @@ Of each parameter of a group with a learned lr or momentum, from its first step 
     fop_direction       like θ                        P g in it, or g
     fop_held_{name}     the base's                    its moments before it
 
-"Like θ" is of its shape, and in float32 where θ has half precision; `fop_before` has the precision of θ. Entries
-like θ, and fop_steered, go when a changed setting leaves them without use. Of each group:
+"Like θ" is of its shape, and in float32 where θ has half precision; fop_before has the precision of θ. The
+entries in `TRANSIENT` are dropped when a changed setting leaves them without use. Of each group:
 
     the settings in `SETTINGS`
     fop_steps                   int                       how many steps it has taken
-    fop_{lr,momentum}_offset    scalar                    what is learned of it, in its coordinate (docs/math.md, 9)
+    fop_{lr,momentum}_offset    scalar                    what is learned, in its coordinate (docs/math.md, 9)
     fop_{lr,momentum}_{j}       meta-optimizer's          its j-th state for the offset
     fop_{lr,momentum}_updates   int                       how often it was moved
     fop_{lr,momentum}_used      float, or scalar tensor   its value in the last step
@@ -184,10 +184,10 @@ def split(
     specs: Mapping[Tensor, ParamSpec],
     init_meta: Callable[[Tensor], list[Tensor]],
 ) -> tuple[dict[str, Any], dict[Tensor, dict[str, Any]]]:
-    """Return a state to load without FOP's own entries, and these by parameter. Raises ValueError if it does not fit.
+    """Return a state to load without FOP's own entries, and these by parameter.
 
-    torch rounds all that it loads to the parameter's precision; M and all that comes with it keep theirs.
-    `init_meta` returns the meta-optimizer's first state for a tensor.
+    Raises ValueError if it does not fit. torch rounds all that it loads to the parameter's precision; M and
+    what comes with it keep theirs. `init_meta` returns the meta-optimizer's first state for a tensor.
     """
     saved = loaded["param_groups"]
     filled = [_filled(i, old, group) for i, (old, group) in enumerate(zip(saved, groups, strict=True))]
@@ -205,8 +205,8 @@ def split(
 
 
 def _filled(i: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved group with FOP's settings as they are here, where it has none: it may be the base's alone."""
-    filled = {k: v for k, v in group.items() if k in SETTINGS} | saved
+    """Return a saved group with FOP's settings as here, where it has none: it may be of the base alone."""
+    filled = {k: v for k, v in group.items() if k in SETTINGS} | dict(saved)
     if filled["preconditioner"] != group["preconditioner"]:
         raise ValueError(
             f"Group {i} was saved with preconditioner={filled['preconditioner']!r}, and here it has "

@@ -36,11 +36,10 @@ class StepRule:
     - "heavy_ball": u' = g + momentum u, for the velocity is P u' (docs/math.md, 12);
     - "average": around Nesterov's momentum and Adam, what they make of such a u (docs/math.md, 12 and 13).
 
-    `displacement` is where ‖Δθ‖ comes from: the difference from a "copy" of θ, which is made when the next step
-    is to learn from this one; or the "velocity" v' of a heavy ball, for Δθ = -lr v' to rounding. `fused` says
-    that torch's fused kernel may take the base's step. `needed` are the
-    entries without which a parameter that has a P cannot take such a step, and `unused` those that such steps
-    do not keep up to date: they are dropped, so that what is there can be trusted.
+    `displacement` is where ‖Δθ‖ comes from: a "copy" of θ, made before a step that the next one is to learn
+    from; or the "velocity" v' of a heavy ball, for Δθ = -lr v' to rounding. `fused` says that torch's fused
+    kernel may take the base's step. `needed` are the entries without which a parameter that has a P cannot
+    take such a step. `unused` are those that such steps do not keep up to date, and therefore drop.
     """
 
     pure: Pure | None
@@ -90,10 +89,10 @@ def step_rule(
 
 
 class ParamStep:
-    """One parameter in one step of its group: its gradient g, and `direction`, which is P g once that is made.
+    """One parameter in one step of its group: its gradient g, and `direction`, P g once that is made.
 
-    `function` makes P g of g. `is_recorded` says that the next step may learn from this one; `before` is then a
-    copy of the parameter before it, if its displacement is measured.
+    `function` makes P g of g. `is_recorded` says that the next step may learn from this one; `before` is then
+    a copy of the parameter before it, if its displacement is measured.
     """
 
     def __init__(self, param: Tensor, grad: Tensor, spec: ParamSpec, saved: Mapping[str, Any]) -> None:
