@@ -33,11 +33,13 @@ class Preconditioned(NamedTuple):
 
 @dataclass(frozen=True)
 class BetweenUpdates:
-    """A group until M is updated next: its parameters, all of which have gradients, and their states."""
+    """A group until M is updated next: its parameters that have gradients, and their states."""
 
     group: dict[str, Any]
     settings: list[Any]
     until: int
+    in_group: list[Tensor]
+    without_grad: list[Tensor]
     params: list[Tensor]
     states: list[dict[str, Any]]
     velocities: list[Tensor]
@@ -51,8 +53,9 @@ class BetweenUpdates:
         if not (
             group is self.group
             and group[state.STEPS] < self.until
-            and len(group["params"]) == len(self.params)
-            and all(map(is_, group["params"], self.params))
+            and len(group["params"]) == len(self.in_group)
+            and all(map(is_, group["params"], self.in_group))
+            and all(p.grad is None for p in self.without_grad)
             and all(map(is_, map(states.get, self.params), self.states))
             and [group[name] for name in _SETTINGS] == self.settings
             and fused_sgd.is_allowed(group)
@@ -90,7 +93,7 @@ def between_updates(step: GroupStep, states: Mapping[Tensor, dict[str, Any]]) ->
         or group["order"] != "exact"
     ):
         return None
-    if len(step.params) < len(group["params"]) or not all(one.is_recorded for one in step.preconditioned):
+    if not all(one.is_recorded for one in step.preconditioned):
         return None
     until = min((states[one.param][state.NEXT] for one in step.preconditioned), default=0)
     if group[state.STEPS] >= until:
@@ -100,6 +103,8 @@ def between_updates(step: GroupStep, states: Mapping[Tensor, dict[str, Any]]) ->
         group,
         [group[name] for name in _SETTINGS],
         until,
+        list(group["params"]),
+        [p for p in group["params"] if p.grad is None],
         [one.param for one in step.params],
         saved,
         [entries["momentum_buffer"] for entries in saved],
