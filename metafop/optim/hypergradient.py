@@ -23,21 +23,39 @@ from metafop.types import Params
 def of_preconditioners(step: GroupStep, params: list[ParamStep]) -> dict[str, list[Tensor]]:
     """Return H in the leaves of each parameter's m, for the last step it took (docs/math.md, 12 to 14)."""
     cotangents = step.cotangents(params)
+    toward, divisors = _toward(step, params, cotangents)
     credited = state.MEMORY if step.rule.credit == "heavy_ball" else state.CREDIT
     pulled = stacks.pullbacks(
         {one.spec.key: one.spec.family for one in params},
         {one.spec.key: one.spec.m(one.entries) for one in params},
         {one.spec.key: one.entries[credited] for one in params},
-        cotangents_of_credit(step, params, cotangents),
+        toward,
     )
-    leaves = {k: tree.leaves(h) for k, h in pulled.items()}
-    if not step.group["scale_free"]:
-        return leaves
+    result = {}
     for one in params:
-        k = one.spec.key
-        size = largest_change(_precise(_norm(cotangents[k])), _precise(displacement(one)))
-        leaves[k] = [h / size for h in leaves[k]]
-    return leaves
+        k, divisor = one.spec.key, divisors[one.spec.key]
+        if step.group["scale_free"]:
+            norms = _precise(_norm(cotangents[k])), _precise(displacement(one))
+            divisor = divisor * largest_change(*norms)
+        result[k] = [h / divisor for h in tree.leaves(pulled[k])]
+    return result
+
+
+def _toward(
+    step: GroupStep, params: list[ParamStep], cotangents: Params
+) -> tuple[Params, dict[str, float] | Params]:
+    """Return what to pull back to m, and by what the result is then to be divided.
+
+    Around SGD, with or without momentum, the cotangent of the credit is a number times c. Pullbacks are
+    linear, and m is smaller than θ: so c is pulled back, and the result divided by that number's inverse.
+    In float64, where bits are those of `Online`, the number comes first.
+    """
+    first = cotangents[params[0].spec.key]
+    if first.dtype is torch.float64 or isinstance(step.rule.pure, Adam):
+        return cotangents_of_credit(step, params, cotangents), dict.fromkeys(cotangents, 1.0)
+    one = _precise(torch.ones((), device=first.device))
+    factors = cotangents_of_credit(step, params, dict.fromkeys(cotangents, one))
+    return cotangents, {k: 1 / factor for k, factor in factors.items()}
 
 
 def cotangents_of_credit(step: GroupStep, params: list[ParamStep], cotangents: Params) -> Params:
