@@ -8,6 +8,7 @@ from __future__ import annotations  # torch.compile does not follow annotations 
 
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -41,12 +42,18 @@ def scale_free(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
     )
 
 
-def largest_change(gradient: Tensor, displacement: Tensor) -> Tensor:
+Size = TypeVar("Size", float, Tensor)
+
+
+def largest_change(gradient: Size, displacement: Size) -> Size:
     """Return ‖∇J‖ ‖Δθ‖, given the two norms: the divisor of a scale-free hypergradient (docs/math.md, 14).
 
     It is infinite where there is no gradient or no step: what is divided by it is zero then.
     """
-    return _or_infinity(gradient * displacement)
+    size = gradient * displacement
+    if isinstance(size, Tensor):
+        return _or_infinity(size)
+    return size if size > 0 else math.inf
 
 
 def feedback(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:

@@ -35,15 +35,13 @@ def of_preconditioners(step: GroupStep, params: list[ParamStep]) -> dict[str, li
     for one in params:
         k, divisor = one.spec.key, divisors[one.spec.key]
         if step.group["scale_free"]:
-            norms = _precise(_norm(cotangents[k])), _precise(displacement(one))
-            divisor = divisor * largest_change(*norms)
-        result[k] = [h / divisor for h in tree.leaves(pulled[k])]
+            divisor = divisor * largest_change(_number(_norm(cotangents[k])), _number(displacement(one)))
+        h = pulled[k]
+        result[k] = [x / divisor for x in ([h] if isinstance(h, Tensor) else tree.leaves(h))]
     return result
 
 
-def _toward(
-    step: GroupStep, params: list[ParamStep], cotangents: Params
-) -> tuple[Params, dict[str, float] | Params]:
+def _toward(step: GroupStep, params: list[ParamStep], cotangents: Params) -> tuple[Params, dict[str, Any]]:
     """Return what to pull back to m, and by what the result is then to be divided.
 
     Around SGD, with or without momentum, the cotangent of the credit is a number times c. Pullbacks are
@@ -53,9 +51,10 @@ def _toward(
     first = cotangents[params[0].spec.key]
     if first.dtype is torch.float64 or isinstance(step.rule.pure, Adam):
         return cotangents_of_credit(step, params, cotangents), dict.fromkeys(cotangents, 1.0)
-    one = _precise(torch.ones((), device=first.device))
-    factors = cotangents_of_credit(step, params, dict.fromkeys(cotangents, one))
-    return cotangents, {k: 1 / factor for k, factor in factors.items()}
+    dtype = torch.float64 if first.is_cpu else first.dtype  # some devices do not have float64
+    ones = dict.fromkeys(cotangents, torch.ones((), dtype=dtype))
+    factors = cotangents_of_credit(step, params, ones)
+    return cotangents, {k: 1 / _number(factor) for k, factor in factors.items()}
 
 
 def cotangents_of_credit(step: GroupStep, params: list[ParamStep], cotangents: Params) -> Params:
@@ -106,6 +105,6 @@ def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x)
 
 
-def _precise(norm: Tensor) -> Tensor:
-    """Return a norm in float64, where a product of small ones does not underflow; not all devices have it."""
-    return norm.double() if norm.device.type == "cpu" else norm
+def _number(x: Tensor) -> Any:
+    """Return a scalar as a number; on another device, from which reading it takes long, as it is."""
+    return x.item() if x.device.type == "cpu" else x
