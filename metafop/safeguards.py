@@ -8,6 +8,7 @@ from __future__ import annotations  # torch.compile does not follow annotations 
 
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,18 +28,32 @@ def scale_free(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
     all parameters together. What is left has no units: for log lr under SGD, ⟨∇J, Δθ⟩ over it is a cosine.
     """
     moved = {k: p - last.carry.params[k] for k, p in now.items()}
-    by_name = {k: _size(seen.grads[k]) * _size(x) for k, x in moved.items()}
-    everywhere = tree.norm(seen.grads) * tree.norm(moved)
+    by_name = {k: largest_change(_size(seen.grads[k]), _size(x)) for k, x in moved.items()}
+    everywhere = largest_change(tree.norm(seen.grads), tree.norm(moved))
 
     def free(h: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
         if isinstance(h, dict):
-            return {k: over(x, by_name.get(k, everywhere)) for k, x in h.items()}
-        return over(h, everywhere)
+            return {k: _divided(x, by_name.get(k, everywhere)) for k, x in h.items()}
+        return _divided(h, everywhere)
 
     return Meta(
         type(grads.hyper)(*(free(h) for h in grads.hyper)),
-        {k: tree.map(lambda x, k=k: over(x, by_name[k]), h) for k, h in grads.precond.items()},
+        {k: tree.map(lambda x, k=k: _divided(x, by_name[k]), h) for k, h in grads.precond.items()},
     )
+
+
+Size = TypeVar("Size", float, Tensor)
+
+
+def largest_change(gradient: Size, displacement: Size) -> Size:
+    """Return ‖∇J‖ ‖Δθ‖, given the two norms: the divisor of a scale-free hypergradient (docs/math.md, 14).
+
+    It is infinite where there is no gradient or no step: what is divided by it is zero then.
+    """
+    size = gradient * displacement
+    if isinstance(size, Tensor):
+        return _or_infinity(size)
+    return size if size > 0 else math.inf
 
 
 def feedback(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
@@ -47,7 +62,7 @@ def feedback(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
     Its gradient is that of (J(θ') - J(θ)) / ‖∇J(θ)‖². (docs/math.md, 15)
     """
     size = tree.norm(last.seen.grads).square()
-    return tree.map(lambda x: over(x, size), grads)
+    return tree.map(lambda x: _divided(x, _or_infinity(size)), grads)
 
 
 def clip(limit: float) -> Guard:
@@ -84,9 +99,13 @@ def _inner_map(function: Callable[[Tensor], Tensor], m: Tree) -> Tree:
     return Aging(_inner_map(function, m.inner), m.time) if isinstance(m, Aging) else tree.map(function, m)
 
 
-def over(x: Tensor, size: Tensor) -> Tensor:
-    """Return `x / size`, and zero where there is nothing to divide by: no gradient, or no step."""
-    return (x / torch.where(size > 0, size, torch.inf)).to(x.dtype)
+def _or_infinity(size: Tensor) -> Tensor:
+    """Return a size to divide by, infinite where it is zero."""
+    return torch.where(size > 0, size, torch.inf)
+
+
+def _divided(x: Tensor, size: Tensor) -> Tensor:
+    return (x / size).to(x.dtype)
 
 
 def _size(x: Tensor) -> Tensor:

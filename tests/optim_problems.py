@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from problems import assert_same_bits, filled
 from torch import Generator, Tensor, nn
@@ -16,6 +17,15 @@ from torch.optim import Optimizer
 
 from metafop.optim import FOP
 
+IN_BOTH_PRECISIONS = pytest.mark.usefixtures("precision")
+MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
+MOMENTUMS = {
+    "heavy ball": MOMENTUM,
+    "heavy ball, decayed": MOMENTUM | {"weight_decay": 0.01},
+    "nesterov": MOMENTUM | {"nesterov": True},
+    "nesterov, decayed": MOMENTUM | {"nesterov": True, "weight_decay": 0.01},
+    "heavy ball, maximized": MOMENTUM | {"maximize": True},
+}
 # Bases whose step FOP knows, and one that it does not.
 BASES = {
     "sgd": partial(FOP, optimizer_class=torch.optim.SGD, lr=0.05),
@@ -76,6 +86,33 @@ def task(generator: Generator, dtype: torch.dtype | None = None) -> Task:
     model = filled(model, generator).to(dtype)
     inputs, targets = torch.randn(6, 1, 4, 4, generator=generator), torch.randn(6, 1, generator=generator)
     return Task(model, inputs.to(dtype), targets.to(dtype))
+
+
+def kernels(generator: Generator, format: torch.memory_format = torch.contiguous_format) -> nn.Parameter:
+    return nn.Parameter(torch.randn(4, 2, 3, 3, generator=generator).to(memory_format=format))
+
+
+def weights(
+    generator: Generator, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in shapes]
+
+
+def take(optimizer: Optimizer, params: list[Any], generator: Generator, steps: int = 1) -> None:
+    """Step with random gradients, the same numbers in every precision."""
+    for _ in range(steps):
+        for p in params:
+            grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.grad = torch.empty_like(p).copy_(grad)
+        optimizer.step()
+
+
+def quadratic(params: list[Any], optimizer: Optimizer, steps: int) -> None:
+    """Step along the gradients of a quadratic function."""
+    for _ in range(steps):
+        for p in params:
+            p.grad = 2 * p.detach() + 0.1
+        optimizer.step()
 
 
 def by_precision(double: float, single: float) -> float:

@@ -1,7 +1,6 @@
-"""FOP: a `torch.optim.Optimizer` that learns, while it trains, how another one should be steered."""
+"""FOP: a `torch.optim.Optimizer` that learns a preconditioner for another optimizer while that one trains."""
 
 from collections.abc import Callable, Mapping
-from itertools import count
 from typing import Any
 
 import torch
@@ -9,10 +8,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from metafop import diagnostics
-from metafop.optim import choices, plans, steering
-from metafop.optim.learner import Learner
-from metafop.optim.moves import Steered
-from metafop.optim.work import Item, Work
+from metafop.optim import config, group_step, state
+from metafop.optim.between_updates import BetweenUpdates, between_updates
+from metafop.optim.meta_update import HasLr, MetaOptimizer
+from metafop.optim.step import begin
 from metafop.optimizers import SGD, Adam
 from metafop.preconditioners import by_layer, check_rules
 from metafop.training import Training
@@ -56,7 +55,7 @@ class FOP(Optimizer):
         preconditioner: str | Preconditioner | Mapping[str, Preconditioner] = "fop",
         preset: str = "default",
         meta_lr: float | None = None,
-        meta_optimizer: Steered | None = None,
+        meta_optimizer: HasLr | None = None,
         order: str | None = None,
         credit: str | None = None,
         scale_free: bool | None = None,
@@ -65,36 +64,36 @@ class FOP(Optimizer):
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        choices.check_class(optimizer_class)
+        config.check_class(optimizer_class)
+        config.check_meta_optimizer(meta_optimizer)
         asked = {"meta_lr": meta_lr, "order": order, "credit": credit, "scale_free": scale_free}
         asked = {k: v for k, v in (asked | {"interval": interval}).items() if v is not None}
-        asked = choices.preset(preset)._asdict() | asked | {"preconditioner": preconditioner, "learn": learn}
+        asked = config.preset(preset)._asdict() | asked | {"preconditioner": preconditioner, "learn": learn}
         self._layers: dict[Tensor, Preconditioner] = {}
         if isinstance(params, nn.Module):
             self._layers, params = by_layer(params), params.named_parameters()
-        choices.check_meta_optimizer(meta_optimizer)
-        self._learner = Learner(Adam() if meta_optimizer is None else meta_optimizer)
-        self._plans: dict[Tensor, plans.Plan] = {}
+        self._meta_optimizer = MetaOptimizer(Adam() if meta_optimizer is None else meta_optimizer)
+        self._specs: dict[Tensor, state.ParamSpec] = {}
+        self._between: dict[int, BetweenUpdates] = {}  # groups that step quickly, until M is updated
         self._seed = seed
         self._base = optimizer_class(params, **settings)
         super().__init__(self._base.param_groups, self._base.defaults | asked)
         if isinstance(preconditioner, Mapping):
-            check_rules(preconditioner, [plan.name for plan in self._plans.values()])
+            check_rules(preconditioner, [spec.name for spec in self._specs.values()])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own; where they have none, those given at first hold."""
         super().add_param_group(dict(param_group))
         group = self.param_groups[-1]
         try:
-            choices.check_group(type(self._base), group)
-            new = self._planned(group)
+            config.check_group(type(self._base), group)
+            new = self._new_specs(group)
         except Exception:
             self.param_groups.pop()
             raise
-        self._plans.update(new)
-        self._forget()
-        group["preconditioner"] = choices.text(group["preconditioner"])
-        group.setdefault("fop_steps", 0)
+        self._specs.update(new)
+        group["preconditioner"] = config.description(group["preconditioner"])
+        group.setdefault(state.STEPS, 0)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Learn from the last step, and take the next one; return what `closure` returns."""
@@ -128,53 +127,52 @@ class FOP(Optimizer):
 
         They are those of parameters that have taken a step; gradients only if all of these have one.
         """
-        taken = {
-            self._plans[p].name: (p, self._plans[p])
+        stepped = {
+            self._specs[p].name: (p, self._specs[p])
             for group in self.param_groups
             for p in group["params"]
-            if f"{plans.PREFIX}taken" in self.state.get(p, {})
+            if state.USABLE in self.state.get(p, {})
         }
-        precond = {name: plans.m_of(plan, self.state[p]) for name, (p, plan) in taken.items()}
-        steers = {name: self._used(name) for name in ("lr", "momentum") if name in self.defaults}
-        training = Training(_no_loss, SGD(), {name: plan.family for name, (_, plan) in taken.items()})
-        grads = {name: p.grad.detach() for name, (p, _) in taken.items() if p.grad is not None}
-        return training, Meta(steers, precond), grads if len(grads) == len(taken) else {}
+        precond = {name: spec.m(self.state[p]) for name, (p, spec) in stepped.items()}
+        hyper = {name: self._used(name) for name in ("lr", "momentum") if name in self.defaults}
+        training = Training(_no_loss, SGD(), {name: spec.family for name, (_, spec) in stepped.items()})
+        grads = {name: p.grad.detach() for name, (p, _) in stepped.items() if p.grad is not None}
+        return training, Meta(hyper, precond), grads if len(grads) == len(stepped) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, of this optimizer or of its base alone; refuse another model's."""
+        """Load what `state_dict` returned, of this optimizer or of its base alone.
+
+        Raises ValueError for the state of another model or optimizer, and then nothing has changed.
+        """
         own: dict[Tensor, dict[str, Any]] = {}
 
-        def part(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        def split(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             """Check all before anything changes, and take FOP's entries out: torch would round them."""
-            plans.check_groups(loaded["param_groups"], self.param_groups, self._base.defaults)
-            loaded, mine = plans.parted(loaded, self.param_groups, self._plans, self._learner.mover.init)
+            state.check_groups(loaded["param_groups"], self.param_groups, self._base.defaults)
+            loaded, mine = state.split(loaded, self.param_groups, self._specs, self._meta_optimizer.init)
             own.update(mine)
             return loaded
 
-        handle = self.register_load_state_dict_pre_hook(part)
+        handle = self.register_load_state_dict_pre_hook(split)
         self._loading, before = own, (self.state, self.param_groups)
         try:
             super().load_state_dict(state_dict)
         except Exception:
             self.state, self.param_groups = before
-            self._forget()
             raise
         finally:
             del self._loading
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_base", "_layers", "_plans", "_seed")
-        own = {"_meta_optimizer": self._learner.mover.optimizer}
-        return super().__getstate__() | {name: self.__dict__[name] for name in names} | own
+        names = ("_base", "_layers", "_specs", "_seed", "_meta_optimizer")
+        return super().__getstate__() | {name: self.__dict__[name] for name in names}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_meta_optimizer" in state:
-            self._learner = Learner(state["_meta_optimizer"])
-        super().__setstate__({name: value for name, value in state.items() if name != "_meta_optimizer"})
+    def __setstate__(self, given: dict[str, Any]) -> None:
+        super().__setstate__(given)
+        self._between = {}
         for p, entries in self.__dict__.get("_loading", {}).items():
             self.state[p].update(entries)
-        self._forget()
         # The base fills in settings that an older state does not have.
         self._base.__setstate__({"state": self.state, "param_groups": self.param_groups})
 
@@ -192,107 +190,45 @@ class FOP(Optimizer):
             torch.set_grad_enabled(grad_mode)
 
     def _learn_and_step(self) -> None:
-        if not self._is_as_it_was():
-            self._forget()
-        works: list[Work] = []
-        done = False
-        try:
-            works += [work for work in self._works if work.take()]
-            if all(work.is_sure for work in works):
-                for work in works:
-                    work.undo = None  # there is nothing to copy for
-            for work in works:
-                if work.learned:
-                    steering.steer(self._learner.mover, work)
-                self._learner.turn(work)
-                if work.learned:
-                    steering.hold(work)
-            self._step_base(works)
-            done = True
-        finally:
-            for work in works:
-                if done:
-                    self._learner.remember(work)
-                else:
-                    self._learner.undo(work)
-            for work in self._works:
-                work.clear()
-
-    def _step_base(self, works: list[Work]) -> None:
-        """Let the base step along the preconditioned gradients, or take its step for it."""
-        lending = [work for work in works if not work.descends]
-        if lending or not works:  # some of SGD's alone: it does nothing for groups without gradients
-            some = [work.group for work in lending]
-            self._lend(lending, some if len(lending) < len(works) else self.param_groups)
-        for work in works:
-            if work.descends:
-                work.descend()
-
-    def _lend(self, works: list[Work], groups: list[dict[str, Any]]) -> None:
-        """Let the base step along the preconditioned gradients: lent to it, for `p.grad` is the user's."""
-        base = self._base
-        base.param_groups, base.state = groups, self.state
-        lent = [item for work in works for item in work.turning]
-        settings = [(work.group, {name: work.group[name] for name in work.steered}) for work in works]
-        try:
-            for item in lent:
-                item.param.grad = item.turned
-            for work in works:
-                work.group.update(work.steered)
-            # What its class defines, without the hooks that torch puts around it: they run for FOP.
-            type(base).step.__wrapped__(base)  # pyright: ignore
-        finally:
-            base.param_groups = self.param_groups
-            for item in lent:
-                item.param.grad = item.grad
-            for group, old in settings:
-                group.update(old)
-
-    def _is_as_it_was(self) -> bool:
-        """Return whether state and groups are those that the works were made of: users edit them by hand."""
-        return (
-            self.state is self._states
-            and len(self.param_groups) == len(self._works)
-            and all(map(Work.is_for, self._works, self.param_groups))
-        )
-
-    def _forget(self) -> None:
-        """Forget what was made of the plans and the state: either may have changed."""
+        """Learn from the last step, precondition the gradients, step the base, record the step."""
+        base, between, steps = self._base, {}, {}
+        base.state, base.param_groups = self.state, self.param_groups  # users replace these
         for i, group in enumerate(self.param_groups):
-            if any(p not in self._plans for p in group["params"]):
-                raise RuntimeError(
-                    f"Group {i} holds a parameter that FOP was not given, and has no preconditioner for. "
-                    "Add parameters by add_param_group."
-                )
-        keys, self._states = map(str, count()), self.state
-        self._works = [
-            Work(
-                type(self._base),
-                group,
-                [Item(next(keys), p, self._plans[p], self.state) for p in group["params"]],
-                self.state,
-            )
-            for group in self.param_groups
-        ]
+            directions = self._between[i].directions(group, self.state) if i in self._between else None
+            if directions is not None:
+                between[i] = directions
+            elif (step := begin(type(base), i, group, self._specs, self.state)) is not None:
+                steps[i] = step
+        for step in steps.values():
+            group_step.learn_and_precondition(step, self._meta_optimizer)
+        group_step.step_base(base, list(steps.values()), is_part=bool(between))
+        for i, directions in between.items():
+            self._between[i].step(directions)
+        for i, step in steps.items():
+            group_step.record(step, self.state)
+            self._between.pop(i, None)
+            if (found := between_updates(step, self.state)) is not None:
+                self._between[i] = found
 
-    def _planned(self, group: dict[str, Any]) -> dict[Tensor, plans.Plan]:
+    def _new_specs(self, group: dict[str, Any]) -> dict[Tensor, state.ParamSpec]:
         params, names = group["params"], group.get("param_names")
-        chosen = choices.families(group["preconditioner"], params, names, self._layers)
-        first, taken = len(self._plans), {plan.name for plan in self._plans.values()}
+        chosen = config.families(group["preconditioner"], params, names, self._layers)
+        first, taken = len(self._specs), {spec.name for spec in self._specs.values()}
         new = {}
         for i, (p, family) in enumerate(zip(params, chosen, strict=True), start=first):
             name = names[i - first] if names else str(i)
-            new[p] = plans.plan(p, family, f"{name}.{i}" if name in taken else name, self._seed + i)
+            name = f"{name}.{i}" if name in taken else name
+            new[p] = state.spec(p, family, name, number=i, seed=self._seed + i)
         return new
 
     def _used(self, name: str) -> dict[str, Tensor]:
         """Return a setting of each group, as learned, by the group's number."""
-        groups = enumerate(self.param_groups)
-        used = {str(i): group.get(f"{plans.PREFIX}{name}_used", group[name]) for i, group in groups}
+        key = state.setting_keys(name).used
+        used = {str(i): group.get(key, group[name]) for i, group in enumerate(self.param_groups)}
         return {i: torch.as_tensor(value).reshape(()) for i, value in used.items()}
 
 
-# Its state is numbers and tensors that change with each step: torch.compile would compile each anew.
+# Numbers in its state change with each step: torch.compile would compile each step anew.
 _uncompiled = torch.compiler.disable(FOP._step)
 
 

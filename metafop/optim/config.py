@@ -1,4 +1,4 @@
-"""What can be chosen: which family for which parameter, the presets, and what is refused."""
+"""FOP's settings: the presets, the family of each parameter, and the validation of what a user asks for."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, get_args
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from metafop.online import Credit, Order
-from metafop.optim import bases
+from metafop.optim import base_optimizers
 from metafop.optimizers import Momentum
 from metafop.preconditioners import Diagonal, Identity, Normalized, Scalar, by_rule, by_shape
 from metafop.types import Inspectable, Preconditioner
@@ -16,9 +16,12 @@ from metafop.types import Optimizer as Pure
 
 VARIANTS = ("fop", "fop-norm", "s-hd", "pp-hd")  # the rows of the paper's table
 LEARNED = ("precond", "lr", "momentum")
+_OPTIONS = {"order": get_args(Order), "credit": get_args(Credit)}
 
 
 class Preset(NamedTuple):
+    """Settings that the user need not give."""
+
     meta_lr: float
     order: Order
     credit: Credit
@@ -27,7 +30,7 @@ class Preset(NamedTuple):
 
 
 _PRESETS = {
-    # Learning takes more work than using what is learned: as SOAP and Shampoo do, it waits ten steps.
+    # Moving M takes more time than using it: as in SOAP and Shampoo, it is moved at every tenth step.
     "default": Preset(5e-3, "exact", "velocity", scale_free=True, interval=10),
     # Algorithm 1, with the meta learning rate of the paper's table.
     "paper": Preset(1e-4, "paper", "gradient", scale_free=False, interval=1),
@@ -35,6 +38,7 @@ _PRESETS = {
 
 
 def preset(name: str) -> Preset:
+    """Return the settings of a preset."""
     if name not in _PRESETS:
         raise ValueError(f"FOP has the presets {tuple(_PRESETS)}, got {name!r}. Pass one of them.")
     return _PRESETS[name]
@@ -46,7 +50,7 @@ def families(
     names: list[str] | None,
     layers: Mapping[Tensor, Preconditioner],
 ) -> list[Preconditioner]:
-    """Return the family of each parameter; `layers` holds what the layers of a module call for."""
+    """Return the family of each parameter; `layers` has those that suit the layers of a module."""
     usual = [layers.get(p) or by_shape(p) for p in params]
     if isinstance(preconditioner, Mapping):
         return _by_name(preconditioner, names, usual)
@@ -60,16 +64,17 @@ def families(
     return [preconditioner] * len(params)
 
 
-def text(preconditioner: Any) -> str:
-    """Return a preconditioner as a word that any file can hold, and that is the same tomorrow."""
+def description(preconditioner: Any) -> str:
+    """Return a preconditioner as a string, for state dicts: the same in every process."""
     if isinstance(preconditioner, Mapping):
-        return str({pattern: text(family) for pattern, family in preconditioner.items()})
+        return str({pattern: description(family) for pattern, family in preconditioner.items()})
     if isinstance(preconditioner, str) or type(preconditioner).__repr__ is not object.__repr__:
         return str(preconditioner)
     return type(preconditioner).__qualname__
 
 
 def check_class(optimizer_class: Any) -> None:
+    """Raise TypeError for what cannot be the base."""
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
         raise TypeError(
             f"FOP takes the class of an optimizer, got {optimizer_class!r}. "
@@ -83,6 +88,7 @@ def check_class(optimizer_class: Any) -> None:
 
 
 def check_meta_optimizer(optimizer: Any) -> None:
+    """Raise TypeError for what is not a pure optimizer."""
     if optimizer is not None and (isinstance(optimizer, type) or not isinstance(optimizer, Pure)):
         raise TypeError(
             f"FOP takes as meta_optimizer a pure one, such as metafop.Adam(), got {optimizer!r}. "
@@ -91,13 +97,13 @@ def check_meta_optimizer(optimizer: Any) -> None:
 
 
 def check_group(optimizer_class: type, group: Mapping[str, Any]) -> None:
-    """Refuse settings of a group that mean nothing."""
+    """Raise ValueError for settings of a group that mean nothing."""
     if "lr" not in group:
         raise ValueError(
             f"FOP needs a base with an lr to take derivatives, got {optimizer_class.__name__} without one. "
             "Pass another optimizer."
         )
-    for name, options in (("order", get_args(Order)), ("credit", get_args(Credit))):
+    for name, options in _OPTIONS.items():
         if group[name] not in options:
             raise ValueError(f"FOP takes {name} as one of {options}, got {group[name]!r}. Pass one of them.")
     if not 0 <= group["meta_lr"] < float("inf"):
@@ -107,23 +113,27 @@ def check_group(optimizer_class: type, group: Mapping[str, Any]) -> None:
     interval = group["interval"]
     if not isinstance(interval, int) or interval < 1:
         raise ValueError(f"FOP takes an interval of 1 or more steps, got {interval!r}. Pass a whole number.")
-    learn = group["learn"]
-    if not isinstance(learn, tuple | list) or not learn or not set(learn) <= set(LEARNED):
-        raise ValueError(
-            f"FOP learns a tuple of some of {LEARNED}, got {learn!r}. Pass for example ('precond',)."
-        )
     if group.get("differentiable", False):
         raise ValueError(
             "FOP's step cannot be differentiated, got differentiable=True. "
             "For hypergradients through steps use Training with one of metafop.hypergradients."
         )
-    known = bases.described(optimizer_class, group)
-    if "lr" in learn and known is None:
+    _check_learn(optimizer_class, group)
+
+
+def _check_learn(optimizer_class: type, group: Mapping[str, Any]) -> None:
+    learn = group["learn"]
+    if not isinstance(learn, tuple | list) or not learn or not set(learn) <= set(LEARNED):
+        raise ValueError(
+            f"FOP learns a tuple of some of {LEARNED}, got {learn!r}. Pass for example ('precond',)."
+        )
+    pure = base_optimizers.described(optimizer_class, group)
+    if "lr" in learn and pure is None:
         raise ValueError(
             f"FOP cannot learn the lr of {optimizer_class.__name__} with these settings: it knows SGD "
             "without dampening, Adam and AdamW without amsgrad. Learn 'precond' alone, or use one of these."
         )
-    if "momentum" in learn and not isinstance(known, Momentum):
+    if "momentum" in learn and not isinstance(pure, Momentum):
         raise ValueError(
             f"FOP learns the momentum of torch.optim.SGD without dampening, started above zero, "
             f"got {optimizer_class.__name__}. Pass momentum=0.9, or do not learn it."

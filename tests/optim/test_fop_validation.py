@@ -1,17 +1,15 @@
-"""What is refused at the door, in a sentence that tells what to do."""
+"""Mistakes are refused in a sentence that names the value and what to do."""
 
 from typing import Any, cast
 
 import pytest
 import torch
-from optim_problems import task
+from optim_problems import ALL, IN_BOTH_PRECISIONS, kernels, task
 from problems import every
 from torch import nn
 
-from metafop import Dense, LowRank, Spatial
+from metafop import SGD, Dense, LowRank, Spatial
 from metafop.optim import FOP
-
-pytestmark = pytest.mark.usefixtures("precision")
 
 
 def refused(*args: Any, **settings: Any) -> Any:
@@ -62,6 +60,7 @@ MISTAKES = {
 }
 
 
+@IN_BOTH_PRECISIONS
 @every("make, error, words", MISTAKES)
 def test_a_mistake_is_named_with_its_value_and_its_remedy(make, error, words, generator):
     with pytest.raises(error) as raised:
@@ -69,7 +68,32 @@ def test_a_mistake_is_named_with_its_value_and_its_remedy(make, error, words, ge
     assert [word for word in words if word not in str(raised.value)] == []
 
 
+@IN_BOTH_PRECISIONS
 def test_a_parameter_that_its_preconditioner_cannot_take_is_named(generator):
     model = task(generator).model
     with pytest.raises(ValueError, match=r"'0\.bias'.*Spatial"):
         FOP(model.named_parameters(), lr=0.1, preconditioner=Spatial())
+
+
+def test_a_pattern_that_fits_nothing_is_refused(generator):
+    with pytest.raises(ValueError, match=r"'wieght' fits none of the parameters \['weight'\]"):
+        FOP([("weight", kernels(generator))], lr=0.1, preconditioner={"wieght": Dense()})
+
+
+@pytest.mark.parametrize("meta_optimizer", ["adam", SGD, torch.optim.Adam], ids=str)
+def test_a_meta_optimizer_that_is_not_pure_is_refused(meta_optimizer, generator):
+    with pytest.raises(TypeError, match=r"a pure one, such as metafop\.Adam\(\)"):
+        FOP([kernels(generator)], lr=0.1, meta_optimizer=meta_optimizer)
+
+
+@IN_BOTH_PRECISIONS
+@every("make", ALL)
+def test_an_lr_of_two_numbers_is_refused(make, generator):
+    with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
+        make(task(generator).params, lr=torch.tensor([0.1, 0.1]))
+
+
+@IN_BOTH_PRECISIONS
+def test_a_complex_parameter_is_refused():
+    with pytest.raises(TypeError, match=r"real parameters.*'w'.*complex.*view_as_real"):
+        FOP([("w", torch.zeros(2, 2, dtype=torch.complex64, requires_grad=True))], lr=0.1)

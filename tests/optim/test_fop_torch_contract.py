@@ -283,7 +283,7 @@ def test_repeated_groups_are_written_as_the_group_is(case, generator):
 
 
 @every("case", MINIMIZING)
-def test_a_state_of_older_times_is_loaded_and_continued(case, generator):
+def test_a_state_saved_by_an_older_torch_is_loaded_and_continued(case, generator):
     problem = task(generator)
     optimizer = case.make(problem.params)
     problem.train(optimizer, steps=3)
@@ -302,7 +302,7 @@ def test_a_state_of_older_times_is_loaded_and_continued(case, generator):
 
 
 @every("case", MAXIMIZING)
-def test_a_maximized_state_of_older_times_still_steps(case, generator):
+def test_a_maximized_state_saved_by_an_older_torch_still_steps(case, generator):
     problem = task(generator)
     optimizer = case.make(problem.params)
     problem.train(optimizer, steps=3)

@@ -1,0 +1,119 @@
+"""What is known about torch's optimizers: the pure optimizer that describes one, and so the derivative."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metafop.optimizers import SGD, Adam, AdamHyper, AdamState, Momentum, MomentumHyper, SGDHyper
+
+Pure = SGD | Momentum | Adam
+Group = Mapping[str, Any]
+
+_SGD, _HEAVY_BALL, _NESTEROV, _ADAM = SGD(), Momentum(), Momentum(nesterov=True), Adam()
+
+
+def described(optimizer_class: type, group: Group) -> Pure | None:
+    """Return the pure optimizer whose step a group of this class takes, or None if there is none.
+
+    A subclass may do anything in its step, and is not known.
+    """
+    if optimizer_class is torch.optim.SGD:
+        if not group["momentum"]:
+            return _SGD
+        if group["dampening"]:
+            return None
+        return _NESTEROV if group["nesterov"] else _HEAVY_BALL
+    if optimizer_class in (torch.optim.Adam, torch.optim.AdamW) and not group["amsgrad"]:
+        return _ADAM
+    return None
+
+
+def hyper(pure: Pure | None, settings: Group, lr: float | Tensor | dict, dtype: torch.dtype) -> Any:
+    """Return a group's settings as hyperparameters of the pure optimizer; without one, of gradient descent.
+
+    `lr` is one for all parameters, or a dict by parameter.
+    """
+
+    def tensor(value: float | Tensor | dict) -> Any:
+        if isinstance(value, dict):
+            return {key: tensor(x) for key, x in value.items()}
+        if isinstance(value, Tensor):
+            return value.detach().to(dtype).reshape(())
+        return _number(value, dtype)
+
+    if pure is None:
+        return SGDHyper(tensor(lr), tensor(0.0))
+    decay = settings["weight_decay"]
+    if isinstance(pure, SGD):
+        return SGDHyper(tensor(lr), tensor(decay))
+    if isinstance(pure, Momentum):
+        return MomentumHyper(tensor(lr), tensor(settings["momentum"]), tensor(decay))
+    beta1, beta2 = settings["betas"]
+    # Adam's weight decay is part of the direction (`effective_direction` below), AdamW's is not.
+    decoupled = decay if settings["decoupled_weight_decay"] else 0.0
+    return AdamHyper(tensor(lr), tensor(beta1), tensor(beta2), tensor(settings["eps"]), tensor(decoupled))
+
+
+@lru_cache(maxsize=64)
+def _number(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(value, dtype=dtype)
+
+
+def moments(pure: Pure | None, param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the base's state of a parameter, in the pure optimizer's words; zeros before its first step."""
+
+    def tensor(name: str) -> Tensor:
+        value = state.get(name)
+        return torch.zeros_like(param) if value is None else value
+
+    if isinstance(pure, Momentum):
+        return {"velocity": tensor("momentum_buffer")}
+    if isinstance(pure, Adam):
+        time = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32)  # a number in old states
+        return {"time": time, "mean": tensor("exp_avg"), "square": tensor("exp_avg_sq")}
+    return {}
+
+
+def moment_names(pure: Pure | None) -> tuple[str, ...]:
+    """Return the names under which `moments` returns them."""
+    if isinstance(pure, Momentum):
+        return ("velocity",)
+    return ("time", "mean", "square") if isinstance(pure, Adam) else ()
+
+
+def pure_state(pure: Pure | None, key: str, moments: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
+    """Return the moments of one parameter as the pure optimizer's state."""
+    if isinstance(pure, Momentum):
+        return {key: moments["velocity"].to(dtype)}
+    if isinstance(pure, Adam):
+        mean, square = {key: moments["mean"].to(dtype)}, {key: moments["square"].to(dtype)}
+        return AdamState(moments["time"].to(dtype), mean, square)
+    return ()
+
+
+def effective_direction(pure: Pure | None, group: Group, direction: Tensor, param: Tensor) -> Tensor:
+    """Return P g as the pure optimizer takes it: of what is minimized, and with Adam's weight decay in it."""
+    minimized = to_minimize(group, direction)
+    if isinstance(pure, Adam) and group["weight_decay"] and not group["decoupled_weight_decay"]:
+        return minimized.add(param, alpha=group["weight_decay"])
+    return minimized
+
+
+def to_minimize(group: Group, grad: Tensor) -> Tensor:
+    """Return the gradient of what is minimized."""
+    return -grad if group.get("maximize", False) else grad
+
+
+def is_zero(setting: float | Tensor) -> bool:
+    """Return whether a setting is zero; of a tensor on another device, which takes long to read, False."""
+    if isinstance(setting, Tensor):
+        return setting.device.type == "cpu" and not bool(setting.any())
+    return setting == 0
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return a tensor of half precision in float32, any other as it is."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
