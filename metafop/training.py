@@ -12,7 +12,7 @@ from torch.func import grad_and_value
 
 from metafop import stopped_gradients, tree, validation
 from metafop.optimizers import fitted
-from metafop.preconditioners import Identity, stacks
+from metafop.preconditioners import Identity, batched
 from metafop.types import (
     Batch,
     Buffers,
@@ -113,13 +113,13 @@ class Training:
             toward = self.optimizer.toward(*step)
         moved_by = last.credit or seen.grads
         families = {k: self._family(k) for k in meta.precond}
-        return Meta(d_hyper, stacks.pullbacks(families, meta.precond, moved_by, toward))
+        return Meta(d_hyper, batched.pullbacks(families, meta.precond, moved_by, toward))
 
     def precondition(self, precond: dict[str, Tree], grads: Params) -> Params:
         """Return P(m) g for each parameter."""
         families = {k: self._family(k) for k in grads}
-        turners = stacks.turners(families, precond, grads)
-        return {k: turners[k](g) for k, g in grads.items()}
+        functions = batched.preconditioner_functions(families, precond, grads)
+        return {k: functions[k](g) for k, g in grads.items()}
 
     def init_memory(self, carry: Carry) -> Tree:
         return self.optimizer.init_memory(carry.params)

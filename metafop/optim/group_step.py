@@ -15,7 +15,7 @@ from metafop import tree
 from metafop.optim import base_optimizers, fused_sgd, hypergradient, learned_hyperparameters, state
 from metafop.optim.meta_update import Leaf, MetaOptimizer
 from metafop.optim.step import GroupStep, ParamStep
-from metafop.preconditioners import stacks
+from metafop.preconditioners import batched
 
 
 def learn_and_precondition(step: GroupStep, meta: MetaOptimizer) -> None:
@@ -130,7 +130,7 @@ def _is_due(step: GroupStep, one: ParamStep) -> bool:
 
 def _precondition(step: GroupStep) -> None:
     """Give each parameter its direction P g."""
-    functions = stacks.turners(
+    functions = batched.preconditioner_functions(
         {one.spec.key: one.spec.family for one in step.preconditioned},
         {one.spec.key: one.spec.m(one.entries) for one in step.preconditioned},
         {one.spec.key: one.grad for one in step.preconditioned},

@@ -15,7 +15,7 @@ from metafop import tree
 from metafop.optim import base_optimizers, state
 from metafop.optim.step import GroupStep, ParamStep
 from metafop.optimizers import SGD, Adam
-from metafop.preconditioners import stacks
+from metafop.preconditioners import batched
 from metafop.safeguards import largest_change
 from metafop.types import Params
 
@@ -25,7 +25,7 @@ def of_preconditioners(step: GroupStep, params: list[ParamStep]) -> dict[str, li
     cotangents = step.cotangents(params)
     toward, divisors = _toward(step, params, cotangents)
     credited = state.MEMORY if step.rule.credit == "heavy_ball" else state.CREDIT
-    pulled = stacks.pullbacks(
+    pulled = batched.pullbacks(
         {one.spec.key: one.spec.family for one in params},
         {one.spec.key: one.spec.m(one.entries) for one in params},
         {one.spec.key: one.entries[credited] for one in params},

@@ -26,11 +26,11 @@ class Dense:
         return _identity(inputs(param), param)
 
     def apply(self, m: Tensor, grad: Tensor) -> Tensor:
-        return self.turner(gram.factor(m, gram.count(m, grad)), grad)(grad)
+        return self.preconditioner_function(gram.factor(m, gram.count(m, grad)), grad)(grad)
 
-    def turner(self, factor: gram.Factor, grad: Tensor) -> Callable[[Tensor], Tensor]:
+    def preconditioner_function(self, factor: gram.Factor, grad: Tensor) -> Callable[[Tensor], Tensor]:
         """Return what makes P g of gradients like this one, given `gram.factor` of m and of its rows."""
-        return gram.turner(factor, grad, plus=False)
+        return gram.preconditioner_function(factor, grad, plus=False)
 
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
         """Return `(CᵀG + GᵀC) M`."""
@@ -71,8 +71,8 @@ class Spatial:
     def apply(self, m: Tensor, grad: Tensor) -> Tensor:
         return Dense().apply(m, grad)
 
-    def turner(self, factor: gram.Factor, grad: Tensor) -> Callable[[Tensor], Tensor]:
-        return Dense().turner(factor, grad)
+    def preconditioner_function(self, factor: gram.Factor, grad: Tensor) -> Callable[[Tensor], Tensor]:
+        return Dense().preconditioner_function(factor, grad)
 
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
         return Dense().pullback(m, grad, cotangent)

@@ -69,7 +69,7 @@ def count(m: Tensor, grad: Tensor) -> int:
     return grad.numel() * m.shape[-1] // m.numel()
 
 
-def turner(factor: Factor, grad: Tensor, plus: bool) -> Callable[[Tensor], Tensor]:
+def preconditioner_function(factor: Factor, grad: Tensor, plus: bool) -> Callable[[Tensor], Tensor]:
     """Return what makes `G M Mᵀ`, or `G + G M Mᵀ`, of a gradient G of this shape and precision.
 
     All that can be decided beforehand is: it can serve many.

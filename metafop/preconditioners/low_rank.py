@@ -53,11 +53,11 @@ class LowRank:
         return self.sigma * noise.to(param.device)
 
     def apply(self, m: Tensor, grad: Tensor) -> Tensor:
-        return self.turner(gram.factor(m, gram.count(m, grad)), grad)(grad)
+        return self.preconditioner_function(gram.factor(m, gram.count(m, grad)), grad)(grad)
 
-    def turner(self, factor: gram.Factor, grad: Tensor) -> Callable[[Tensor], Tensor]:
+    def preconditioner_function(self, factor: gram.Factor, grad: Tensor) -> Callable[[Tensor], Tensor]:
         """Return what makes P g of gradients like this one, given `gram.factor` of m and of its rows."""
-        return gram.turner(factor, grad, plus=True)
+        return gram.preconditioner_function(factor, grad, plus=True)
 
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
         """Return `(CᵀG + GᵀC) M` without forming an n-by-n matrix."""

@@ -15,7 +15,7 @@ from metafop.types import Params, Preconditioner, Tree
 _GRAM = (Dense, Spatial, LowRank)  # P is made of M Mᵀ, and M is one matrix; a subclass may change that
 
 
-def turners(
+def preconditioner_functions(
     families: Mapping[str, Preconditioner], precond: Mapping[str, Tree], grads: Params
 ) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return for each parameter what makes P g of g. It depends on m, and on the form of the gradient."""
@@ -31,9 +31,9 @@ def turners(
         if gram.is_whole(m, count):
             whole[name], several[name] = m, gram.together(m.shape[-2], count)
         else:
-            result[name] = family.turner(gram.half(m), grad)  # pyright: ignore
+            result[name] = family.preconditioner_function(gram.half(m), grad)  # pyright: ignore
     for name, p in _together(gram.product, several, whole).items():
-        result[name] = families[name].turner(gram.Factor(p), grads[name])  # pyright: ignore
+        result[name] = families[name].preconditioner_function(gram.Factor(p), grads[name])  # pyright: ignore
     return result
 
 
