@@ -142,7 +142,7 @@ class GroupStep:
         one.entries[state.DIRECTION] = base_optimizers.at_least_float32(direction).clone()
 
     def cotangents(self, params: list[ParamStep]) -> dict[str, Tensor]:
-        """Return ∇J(θ) of what is minimized, by parameter: in it the last step is judged."""
+        """Return ∇J(θ) of what is minimized, by parameter: the cotangent of the last step."""
         minimized = base_optimizers.to_minimize
         return {
             one.spec.key: base_optimizers.at_least_float32(minimized(self.group, one.grad)) for one in params

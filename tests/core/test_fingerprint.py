@@ -142,11 +142,11 @@ def test_losses_are_told_apart_in_every_kind_of_carry(estimator, tower, changed,
 
 
 @dataclass(frozen=True)
-class Judged:
+class WithOuterLoss:
     """A task that prints as another with a function of the same form."""
 
     training: Training
-    judge: Any
+    outer: Any
 
     def start(self, episode):
         return self.training.init({"w": torch.ones(2)})
@@ -155,7 +155,7 @@ class Judged:
         return [torch.zeros(2)]
 
     def outer_loss(self, episode, window):
-        return lambda carry: self.judge(carry.params["w"])
+        return lambda carry: self.outer(carry.params["w"])
 
 
 def test_another_function_in_the_attributes_of_a_task_is_told_apart(tmp_path):
@@ -163,7 +163,7 @@ def test_another_function_in_the_attributes_of_a_task_is_told_apart(tmp_path):
     meta = training.meta({"w": torch.ones(2)}, Momentum().hyper(lr=0.01))
     learner = Unrolled(training, Adam())
     outer_meta = learner.meta(meta, Adam().hyper(lr=0.1))
-    first, second = Judged(training, lambda w: w.sum()), Judged(training, lambda w: w.prod())
+    first, second = WithOuterLoss(training, lambda w: w.sum()), WithOuterLoss(training, lambda w: w.prod())
     meta_train(learner, outer_meta, meta, first, 1, folder=tmp_path, progress=False)
     with pytest.raises(ValueError, match="differs in outer loss"):
         meta_train(learner, outer_meta, meta, second, 2, folder=tmp_path, progress=False)

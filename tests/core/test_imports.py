@@ -10,7 +10,7 @@ import pytest
 import metafop
 
 ROOT = Path(metafop.__file__).parent
-STOREYS = [
+LAYERS = [
     {"types"},
     {"tree"},
     {"randomness"},
@@ -26,7 +26,7 @@ STOREYS = [
     {"meta_training"},
 ]
 EXTRAS = {"tensorboard": {"tensorboard"}, "run_folder": {"filelock"}, "meta_training": {"rich"}}
-FLOOR = {part: floor for floor, parts in enumerate(STOREYS) for part in parts}
+LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"]
 
 
@@ -47,8 +47,8 @@ def part_of(path):
 def test_imports_point_down_and_siblings_do_not_know_each_other(path):
     here = part_of(path)
     parts = {name.split(".")[1] for name in imported(path) if name.startswith("metafop.")} - {here}
-    assert parts <= FLOOR.keys()
-    assert [part for part in parts if FLOOR[part] >= FLOOR[here]] == []
+    assert parts <= LAYER.keys()
+    assert [part for part in parts if LAYER[part] >= LAYER[here]] == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

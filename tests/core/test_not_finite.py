@@ -1,4 +1,4 @@
-"""What is not finite: the step coasts, meta stays, info says so, training goes on."""
+"""What is not finite: a zero-gradient step is taken, meta stays, info says so, training goes on."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_a_gradient_that_is_not_finite_coasts_leaves_meta_and_buffers_and_says_s
     assert_near(broken.carry.opt, velocity, 1e-14)
     healed, info = online.step(outer_meta, broken, problem.batches[0])
     assert info["finite"]
-    assert not info["moved"]  # there is nothing to learn from a step that coasted
+    assert not info["moved"]  # there is nothing to learn from a zero-gradient step
     assert_same_bits(healed.meta_opt, state.meta_opt)
     healthy, info = online.step(outer_meta, healed, problem.batches[1])
     assert info["moved"]

@@ -61,13 +61,13 @@ def test_an_advantage_is_the_discounted_sum_of_surprises(rollout):
     found = ppo.advantages(rollout, before, after, SETTINGS)
     for column in range(3):
         last = int(rollout.ended[:, column].nonzero()[0])
-        surprises = [
+        td_errors = [
             rollout.rewards[t, column]
             + 0.99 * after[t, column] * (not rollout.terminated[t, column])
             - before[t, column]
             for t in range(last + 1)
         ]
-        expected = sum((0.99 * 0.95) ** t * surprise for t, surprise in enumerate(surprises))
+        expected = sum((0.99 * 0.95) ** t * td_error for t, td_error in enumerate(td_errors))
         assert_near(found[0, column], expected, 1e-12)
 
 

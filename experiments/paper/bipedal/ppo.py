@@ -106,11 +106,11 @@ def advantages(rollout: Rollout, before: Tensor, after: Tensor, settings: Settin
     δ = r + γ V(s') - V(s),    A = δ + γ λ A',    V(s') = 0 where the biped has fallen or arrived, A' = 0
     where an episode ends: one that is out of time is still worth what would have come.
     """
-    surprises = rollout.rewards + settings.discount * after * ~rollout.terminated - before
+    td_errors = rollout.rewards + settings.discount * after * ~rollout.terminated - before
     fading = settings.discount * settings.trace * ~rollout.ended
     found, later = [], torch.zeros_like(before[0])
-    for surprise, fade in zip(surprises.flip(0), fading.flip(0), strict=True):
-        later = surprise + fade * later
+    for td_error, fade in zip(td_errors.flip(0), fading.flip(0), strict=True):
+        later = td_error + fade * later
         found.append(later)
     return torch.stack(found[::-1])
 
