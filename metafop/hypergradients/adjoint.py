@@ -12,8 +12,8 @@ from metafop.hypergradients.checkpointing import Checkpointing
 from metafop.hypergradients.checks.buffers import MissedBuffers
 from metafop.hypergradients.checks.hessian import second_derivative
 from metafop.hypergradients.compiled_steps import CompiledSteps, check_compilable
-from metafop.hypergradients.detach import detached
 from metafop.hypergradients.differentiation import differentiation
+from metafop.hypergradients.graphs import detached
 from metafop.hypergradients.info import unroll_info
 from metafop.hypergradients.step_vjp import Over, StepVJP, depends_on_value
 from metafop.hypergradients.steps import EagerSteps

@@ -13,8 +13,8 @@ from metafop.hypergradients.adjoint import adjoint
 from metafop.hypergradients.checks.buffers import MissedBuffers
 from metafop.hypergradients.checks.hessian import second_derivative
 from metafop.hypergradients.checks.repeat import check_repeated, repeats_after
-from metafop.hypergradients.detach import detached, with_constant_buffers
 from metafop.hypergradients.differentiation import differentiation
+from metafop.hypergradients.graphs import detached, with_constant_buffers
 from metafop.hypergradients.info import unroll_info
 from metafop.hypergradients.outer_loss import check_dependence, value_of
 from metafop.hypergradients.validation import Skip, batch_at, check_skip, explained_errors, horizon

@@ -12,7 +12,7 @@ from metafop import tree
 from metafop.hypergradients.channels_last import channels_last, takes_channels_last
 from metafop.hypergradients.compiled import Compiled, Formed, Leaves
 from metafop.hypergradients.outer_loss import Cotangent
-from metafop.hypergradients.per_training import PerTraining
+from metafop.hypergradients.per_training_cache import PerTraining
 from metafop.hypergradients.step_vjp import StepVJP
 from metafop.hypergradients.validation import batch_at
 from metafop.types import Batch, Batches, Meta, Seen, Trains

@@ -11,9 +11,9 @@ import torch
 from torch.func import vjp
 
 from metafop import tree
-from metafop.hypergradients.detach import with_constant_buffers
-from metafop.hypergradients.forward_mode import jvp
-from metafop.hypergradients.per_training import PerTraining
+from metafop.hypergradients.graphs import with_constant_buffers
+from metafop.hypergradients.locked_jvp import jvp
+from metafop.hypergradients.per_training_cache import PerTraining
 from metafop.hypergradients.step_vjp import Over, gradients
 from metafop.twice_differentiable import TwiceDifferentiable
 from metafop.types import Batch, Trains

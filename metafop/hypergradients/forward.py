@@ -14,10 +14,10 @@ from metafop import leaf_names, stopped_gradients, tree
 from metafop.hypergradients.checks.buffers import MissedBuffers
 from metafop.hypergradients.checks.hessian import second_derivative
 from metafop.hypergradients.checks.repeat import check_repeated, repeats_after, rounding
-from metafop.hypergradients.detach import detached, with_constant_buffers
 from metafop.hypergradients.differentiation import differentiation
-from metafop.hypergradients.forward_mode import jvp
+from metafop.hypergradients.graphs import detached, with_constant_buffers
 from metafop.hypergradients.info import unroll_info
+from metafop.hypergradients.locked_jvp import jvp
 from metafop.hypergradients.outer_loss import Cotangent, value_and_cotangent
 from metafop.hypergradients.step_vjp import Over
 from metafop.hypergradients.validation import Skip, batch_at, check_skip, explained_errors, horizon

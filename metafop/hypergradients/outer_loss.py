@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 from metafop import tree
-from metafop.hypergradients.detach import detached, with_constant_buffers
+from metafop.hypergradients.graphs import detached, with_constant_buffers
 from metafop.types import OuterLoss
 
 Cotangent = list[Tensor]  # one tensor for each floating-point leaf of a carry

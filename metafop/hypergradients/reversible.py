@@ -13,8 +13,8 @@ from metafop import tree
 from metafop.hypergradients.checks.buffers import MissedBuffers
 from metafop.hypergradients.checks.hessian import second_derivative
 from metafop.hypergradients.checks.repeat import check_repeated
-from metafop.hypergradients.detach import detached
 from metafop.hypergradients.differentiation import differentiation
+from metafop.hypergradients.graphs import detached
 from metafop.hypergradients.info import unroll_info
 from metafop.hypergradients.outer_loss import value_and_cotangent
 from metafop.hypergradients.step_vjp import StepVJP

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.func import vjp
 
 from metafop import stopped_gradients, tree
-from metafop.hypergradients.detach import detached, with_constant_buffers
-from metafop.hypergradients.forward_mode import jvp
+from metafop.hypergradients.graphs import detached, with_constant_buffers
+from metafop.hypergradients.locked_jvp import jvp
 from metafop.hypergradients.outer_loss import Cotangent
 from metafop.types import Batch, Meta, Seen, Trains
 

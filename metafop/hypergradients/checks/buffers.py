@@ -10,8 +10,8 @@ import torch
 from torch import Generator, Tensor
 
 from metafop import tree
-from metafop.hypergradients.detach import has_buffers
-from metafop.hypergradients.per_training import PerTraining
+from metafop.hypergradients.graphs import has_buffers
+from metafop.hypergradients.per_training_cache import PerTraining
 from metafop.hypergradients.validation import Skip
 from metafop.types import Batch, OuterLoss, Seen, Trains
 

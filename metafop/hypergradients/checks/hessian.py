@@ -15,9 +15,9 @@ from torch.func import vjp
 from torch.overrides import TorchFunctionMode
 
 from metafop import stopped_gradients, tree
-from metafop.hypergradients.detach import with_constant_buffers
-from metafop.hypergradients.forward_mode import jvp
-from metafop.hypergradients.per_training import PerTraining
+from metafop.hypergradients.graphs import with_constant_buffers
+from metafop.hypergradients.locked_jvp import jvp
+from metafop.hypergradients.per_training_cache import PerTraining
 from metafop.hypergradients.step_vjp import Over, gradients
 from metafop.hypergradients.validation import Skip
 from metafop.types import Batch, Trains
