@@ -50,28 +50,31 @@ class BetweenUpdates:
     ) -> list[Tensor] | None:
         """Return P g of all gradients, or None if the next step is not of this kind: anything may change."""
         grads: list[Any] = [p.grad for p in self.params]
-        if not (
+        if not (self._is_same(group, states) and fused_sgd.suits(self.params, grads, self.velocities)):
+            return None
+        for place, spec, function, _, _ in self.preconditioned:
+            grads[place] = like_gradient(spec, grads[place], function(grads[place]))
+        return grads
+
+    def _is_same(self, group: dict[str, Any], states: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Return whether settings, parameters and state are those that this was made of, and M is not due."""
+        return (
             group is self.group
             and group[state.STEPS] < self.until
-            and len(group["params"]) == len(self.in_group)
-            and all(map(is_, group["params"], self.in_group))
-            and all(p.grad is None for p in self.without_grad)
-            and all(map(is_, map(states.get, self.params), self.states))
             and [group[name] for name in _SETTINGS] == self.settings
             and fused_sgd.is_allowed(group)
             and group["lr"] != 0
             and group["momentum"] != 0
-            and all(map(is_, [s.get("momentum_buffer") for s in self.states], self.velocities))
-            and not any(grad is None for grad in grads)
-            and fused_sgd.suits(self.params, grads, self.velocities)
-        ):
-            return None
-        for place, spec, function, m, memory in self.preconditioned:
-            saved, grad = self.states[place], grads[place]
-            if saved.get(spec.m_keys[0]) is not m or saved.get(state.MEMORY) is not memory:
-                return None
-            grads[place] = like_gradient(spec, grad, function(grad))
-        return grads
+            and len(group["params"]) == len(self.in_group)
+            and all(map(is_, group["params"], self.in_group))
+            and all(p.grad is None for p in self.without_grad)
+            and all(map(is_, map(states.get, self.params), self.states))
+            and all(map(is_, [saved.get("momentum_buffer") for saved in self.states], self.velocities))
+            and all(
+                self.states[place].get(spec.m_keys[0]) is m and self.states[place].get(state.MEMORY) is memory
+                for place, spec, _, m, memory in self.preconditioned
+            )
+        )
 
     def step(self, directions: list[Tensor]) -> None:
         """Step the base, and bring u up to date."""
