@@ -66,7 +66,7 @@ class Unrolled:
         return Learned("Unrolled", self.training, self.meta_optimizer, self.learn, self.bounds)
 
     def meta(self, meta: Meta, hyper: Any) -> Meta:
-        """Return what steers this learner: the meta-optimizer's `hyper`, as precise as what is learned."""
+        """Return the outer meta: the meta-optimizer's `hyper`, as precise as what is learned."""
         return self.learned.outer_meta(meta, hyper)
 
     def init(self, meta: Meta) -> UnrolledState:
