@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,23 +12,28 @@ from torch.nn import functional as F
 from metafop import tree
 
 
-def hides_a_derivative(func: Any, args: tuple, kwargs: dict[str, Any], level: int) -> str:
-    """Return a name for the call if it may hide a derivative from those taken around `level`, or nothing.
+@cache
+def may_hide_a_derivative(func: Any) -> str:
+    """Return a name for the function if it may hide a derivative, or nothing.
 
     May, not must: what is named is compared with a difference of gradients (docs/math.md, 27).
     """
-    if func in _TO_NUMBERS or _is_foreign(func):
-        return _name(func)
     name = getattr(func, "__name__", "")
-    if name in _WRONG_TWICE or (name in _WRONG_THRICE and tree.transforms() > level):
-        return name
-    if func is F.embedding and _has_rows_without_gradients(*args, **kwargs):
-        return name
+    return _name(func) if func in _TO_NUMBERS or _is_foreign(func) or name in _WRONG_TWICE else ""
+
+
+def hides_a_derivative_here(func: Any, args: tuple, kwargs: dict[str, Any], level: int) -> str:
+    """Return a name for the call if, given what it is given, it may hide a derivative around `level`."""
+    name = getattr(func, "__name__", "")
     if name not in _ARITHMETIC and any(_is_stopped_number(x, level) for x in (*args, *kwargs.values())):
         return name  # which may take it for a number of Python
+    if func is F.embedding and _has_rows_without_gradients(*args, **kwargs):
+        return name
+    if tree.transforms() == level:
+        return ""
     if tree.is_without_grad_from(level):
         return "no_grad around a derivative"
-    return ""
+    return name if name in _WRONG_THRICE else ""
 
 
 def _is_foreign(func: Any) -> bool:

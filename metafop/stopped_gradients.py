@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from metafop import tree
-from metafop.hidden_derivatives import hides_a_derivative
+from metafop.hidden_derivatives import hides_a_derivative_here, may_hide_a_derivative
 from metafop.randomness.mode import unasked
 
 
@@ -90,16 +91,20 @@ _all: ContextVar[bool] = ContextVar("all", default=False)
 class _InnerAlone(TorchFunctionMode):
     def __init__(self, level: int) -> None:
         super().__init__()
-        self.level = level
+        self.level, self.stopped = level, False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        plain = torch.is_grad_enabled() and not self.stopped and tree.transforms() == self.level
+        if plain and not _is_special(func):
+            return func(*args, **kwargs)
         if func in _CALL_OTHERS:
             with self:  # so that what it calls is seen
                 return _CALL_OTHERS[func](*args, **kwargs)
-        if name := hides_a_derivative(func, args, kwargs, self.level):
+        name = may_hide_a_derivative(func) or hides_a_derivative_here(func, args, kwargs, self.level)
+        if name:
             self._note("unknown", name, (args, kwargs))
         if func in _DETACH:
             self._note("stopped", "detach", args)
@@ -138,6 +143,7 @@ class _InnerAlone(TorchFunctionMode):
 
     def _note(self, kind: Literal["stopped", "unknown"], what: str, given: Any) -> None:
         """Record what is done to tensors that a gradient depends on or, once it is stopped, a run."""
+        self.stopped = self.stopped or kind == "stopped"
         record, level = _record.get(), self.level if kind == "stopped" else 0
         if record is not None and any(tree.is_tracked_from(x, level) for x in tree.leaves(given)):
             getattr(record, kind)[f"{what} ({_place()})"] = None
@@ -173,6 +179,13 @@ class _Given:
             return x.clone() if copied and isinstance(x, Tensor) else x
 
         return tree.map(own, result)
+
+
+@cache
+def _is_special(func: Any) -> bool:
+    """Return whether a function may be another to derivatives of a level than to those around it."""
+    known = func in _CALL_OTHERS or func in _DETACH or func in _DETACH_IN_PLACE or func is F.embedding
+    return known or bool(may_hide_a_derivative(func))
 
 
 def _version(x: Tensor) -> int:

@@ -13,6 +13,7 @@ from torch._C._functorch import (
     TransformType,
     _add_batch_dim,
     _wrap_for_grad,
+    get_dynamic_layer_stack_depth,
     get_interpreter_stack,
     get_unwrapped,
     is_batchedtensor,
@@ -161,7 +162,7 @@ def is_differentiating() -> bool:
 
 def transforms() -> int:
     """Return how many transforms of torch.func this code runs inside: the level of the innermost."""
-    return len(get_interpreter_stack() or ())
+    return get_dynamic_layer_stack_depth()
 
 
 def is_without_grad_from(level: int) -> bool:
