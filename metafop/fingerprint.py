@@ -86,8 +86,7 @@ def _moved(carry: Any, size: float) -> Any:
         scale = torch.where(p == 0, torch.where(mean == 0, 1.0, mean), p.abs())
         return p + size * scale * _noise(p, rng).to(p)
 
-    params = list(carry.params.values())
-    return tree.swap(carry, params, [moved(p) for p in params])
+    return tree.with_params(carry, map(moved, carry.params.values()))
 
 
 def _projected(x: Any) -> Numbers:

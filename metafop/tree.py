@@ -126,13 +126,21 @@ def partition(x: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
     return [leaf for d, leaf in zip(differentiable, everything, strict=True) if d], rebuild
 
 
-def swap(x: Tree, old: Sequence[Tensor], new: Sequence[Tensor]) -> Tree:
-    """Return `x` with each leaf that is one of the tensors `old` replaced by its counterpart in `new`."""
+def with_params(carry: Tree, params: Iterable[Tensor]) -> Tree:
+    """Return the carry with other parameters, in the order of `carry.params`."""
+    everything, structure = pytree.tree_flatten(carry)
+    places = param_places(len(everything), lambda leaves: pytree.tree_unflatten(leaves, structure))
+    for place, param in zip(places, params, strict=True):
+        everything[place] = param
+    return pytree.tree_unflatten(everything, structure)
 
-    def counterpart(leaf: Tensor) -> Tensor:
-        return next((b for a, b in zip(old, new, strict=True) if a is leaf), leaf)
 
-    return map(counterpart, x)
+def param_places(count: int, rebuild: Callable[[list], Tree]) -> list[int]:
+    """Return which of the `count` leaves that `rebuild` makes a carry of are its parameters.
+
+    By place, not by identity: two parameters, or one and a leaf of the optimizer, may start as one tensor.
+    """
+    return list(rebuild(list(range(count))).params.values())
 
 
 def size(x: Tree) -> int:

@@ -1,5 +1,6 @@
 """What tests run over: optimizers with their twins in torch, families with shapes that fit, small models."""
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -254,3 +255,23 @@ def refusal(function, *arguments):
     assert isinstance(exit.value.code, str)
     assert "\n" not in exit.value.code
     return exit.value.code
+
+
+def assert_pure(function, *args):
+    before = copy.deepcopy(args)
+    first, second = function(*args), function(*args)
+    assert_same_bits(first, second)
+    assert_same_bits(args, before)
+
+
+def slope(window, h=1e-5):
+    """The derivative in lr, by central differences of whole runs."""
+    training, outer_loss, meta, carry, batches = window
+
+    def run(lr):
+        now = carry
+        for batch in batches:
+            now, _ = training.step(meta._replace(hyper=meta.hyper._replace(lr=lr)), now, batch)
+        return outer_loss(now)
+
+    return (run(meta.hyper.lr + h) - run(meta.hyper.lr - h)) / (2 * h)

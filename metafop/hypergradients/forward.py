@@ -170,10 +170,9 @@ class _StepJVP:
 
     def _evaluate(self, carry: Any, batch: Batch, d_params: Params) -> tuple[Seen, Params]:
         """Return what is seen, and the tangents of the gradient."""
-        params = list(carry.params.values())
 
-        def evaluate(now: Params) -> tuple[Params, Seen]:
-            seen = self.training.evaluate(tree.swap(carry, params, list(now.values())), batch)
+        def evaluate(params: Params) -> tuple[Params, Seen]:
+            seen = self.training.evaluate(tree.with_params(carry, params.values()), batch)
             return seen.grads, seen
 
         if self.over == "forward":

@@ -49,8 +49,9 @@ class StepVJP:
             pulled = self._over_reverse(*given)
         d_meta, d_floats, d_params, again = pulled
         floats, rebuild = tree.partition(carry)
-        through_params = tree.pull(lambda floats: list(rebuild(floats).params.values()), floats, d_params)
-        return detached((d_meta, tree.add(d_floats, through_params), again))
+        for place, d_param in zip(tree.param_places(len(floats), rebuild), d_params, strict=True):
+            d_floats[place] = d_floats[place] + d_param
+        return detached((d_meta, d_floats, again))
 
     def _over_reverse(
         self, meta: Meta, carry: Any, batch: Batch, cotangent: Cotangent, seen: Seen | None
@@ -78,10 +79,9 @@ class StepVJP:
 
     def _evaluate(self, carry: Any, batch: Batch) -> Callable[[list[Tensor]], tuple[Any, Seen]]:
         """Return what is differentiated: what `advance` reads, as a function of the parameters."""
-        params = list(carry.params.values())
 
-        def evaluate(now: list[Tensor]) -> tuple[Any, Seen]:
-            seen = self.training.evaluate(tree.swap(carry, params, now), batch)
+        def evaluate(params: list[Tensor]) -> tuple[Any, Seen]:
+            seen = self.training.evaluate(tree.with_params(carry, params), batch)
             return ((seen.grads, seen.value) if self.depends_on_value else seen.grads), seen
 
         return evaluate
@@ -102,7 +102,7 @@ class StepVJP:
 
 def gradients(training: Trains, carry: Any, batch: Batch, params: list[Tensor]) -> list[Tensor]:
     """Return the gradients at other parameters than those of the carry."""
-    seen = training.evaluate(tree.swap(carry, list(carry.params.values()), params), batch)
+    seen = training.evaluate(tree.with_params(carry, params), batch)
     return [seen.grads[k] for k in carry.params]
 
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from problems import assert_same_bits, every
-from test_meta_training import run
-from test_run_folder import kept
+from valley import kept, run
 
 import metafop
 from metafop import SGD, Adam, Momentum, Training, functional, meta_training

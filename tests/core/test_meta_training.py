@@ -4,82 +4,20 @@ import importlib
 import io
 import math
 import sys
-from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
 import torch
+from events import points, read, scalar
 from problems import assert_same_bits, every
 from rich.console import Console
 from rich.progress import Progress
-from test_tensorboard import read, scalar
+from valley import ESTIMATORS, Interrupted, made, run
 
-from metafop import Adam, Dense, Momentum, Training, functional, meta_training, tree
-from metafop.hypergradients import adjoint
-from metafop.hypergradients.evolution import Evolution
+from metafop import Adam, Momentum, meta_training, tree
 from metafop.hypergradients.forward import Forward
-from metafop.meta_training import Trained, meta_train
+from metafop.meta_training import meta_train
 from metafop.optimizers.scheduled import Scheduled
-from metafop.unrolled import Unrolled
-
-ESTIMATORS = {
-    "adjoint": adjoint,
-    "forward": Forward(learn=("hyper.lr",)),
-    "evolution": Evolution(learn=("hyper.lr",), pairs=2),
-}
-
-
-class Interrupted(Exception):
-    pass
-
-
-@dataclass(frozen=True)
-class Valley:
-    """Three batches a window of a narrow valley; each episode has its start, each window its floor."""
-
-    training: Training
-    estimator: object = adjoint
-    scale: float = 1.0
-    fails: tuple[tuple[int, int], ...] = field(default=(), repr=False)
-
-    def start(self, episode):
-        rng = torch.Generator().manual_seed(episode)
-        carry = self.training.init({"w": self.scale * torch.randn(2, 3, generator=rng)})
-        if isinstance(self.estimator, Forward):
-            return self.estimator.init(carry)
-        return self.estimator.init(carry, rng) if isinstance(self.estimator, Evolution) else carry
-
-    def batches(self, episode, window):
-        if (episode, window) in self.fails:
-            raise Interrupted
-        return list(torch.randn(3, 3, generator=torch.Generator().manual_seed(100 * episode + window)))
-
-    def outer_loss(self, episode, window):
-        return lambda carry: valley(carry.params, torch.full((3,), 0.1 * window))
-
-
-def valley(params, batch):
-    return (params["w"] - 0.1 * batch).square() @ torch.tensor([0.1, 1.0, 3.0]) @ torch.tensor([1.0, 0.5])
-
-
-def made(estimator=adjoint, optimizer=None, hyper=None, learn=("hyper.lr",), fails=(), **settings):
-    """Return all that `meta_train` takes first, made anew: no two calls share an object."""
-    optimizer = optimizer or Momentum()
-    training = Training(functional.plain(valley), optimizer, {"w": Dense()})
-    meta = training.meta({"w": torch.zeros(2, 3)}, hyper or Momentum().hyper(lr=0.01, decay=0.5))
-    learner = Unrolled(training, Adam(), learn, estimator)
-    return (
-        learner,
-        learner.meta(meta, Adam().hyper(lr=0.1)),
-        meta,
-        Valley(training, estimator, fails=fails, **settings),
-    )
-
-
-def run(folder=None, steps=8, windows=1, save_every=2, **settings) -> Trained:
-    return meta_train(
-        *made(**settings), steps, windows=windows, folder=folder, save_every=save_every, progress=False
-    )
 
 
 def test_the_loop_is_a_step_for_each_window_and_a_start_for_each_episode():
@@ -102,11 +40,6 @@ def test_the_loop_is_a_step_for_each_window_and_a_start_for_each_episode():
 def test_what_is_learned_lowers_the_outer_loss():
     history = run(steps=40).history
     assert sum(row["value"] for row in history[-5:]) < 0.5 * sum(row["value"] for row in history[:5])
-
-
-def points(folder, name):
-    """Return the points of all files, in the order of their steps."""
-    return sorted(point for path in folder.glob("events*") for point in scalar(read(path), name))
 
 
 STOPS = {

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from himmelblau import descent, himmelblau, states
 from problems import OPTIMIZERS, assert_near, assert_same_bits, convnet, every, mlp
-from test_online import descent, himmelblau, states
 
 from metafop import SGD, Adam, LowRank, Momentum, Online, Scalar, Training, functional, tree
 

@@ -4,34 +4,12 @@ import math
 
 import pytest
 import torch
+from himmelblau import descent, himmelblau, states
 from problems import OPTIMIZERS, assert_near, assert_same_bits, convnet, every, mlp
 from torch.func import grad
 
-from metafop import SGD, Adam, Dense, LowRank, Meta, Momentum, Online, Scalar, Training, functional, tree
+from metafop import SGD, Adam, Dense, LowRank, Meta, Momentum, Online, Scalar, tree
 from metafop.hypergradients import by_autograd, closed_form
-
-
-def himmelblau(params, batch):
-    x, y = params["x"]
-    return (x**2 + y - 11) ** 2 + (x + y**2 - 7) ** 2
-
-
-def descent(start=(0.0, -1.0), lr=0.001, optimizer=None, hyper=None, family=None):
-    """Return a training on Himmelblau's function with P = M Mᵀ, its meta and its carry."""
-    optimizer = optimizer or SGD()
-    training = Training(functional.plain(himmelblau), optimizer, {"x": family or Dense()})
-    params = {"x": torch.tensor(start)}
-    return training, training.meta(params, hyper or optimizer.hyper(lr=lr)), training.init(params)
-
-
-def states(online, hyper, meta, carry, batches):
-    """Return the state after each step."""
-    outer_meta, state = online.meta(meta, hyper), online.init(meta, carry)
-    result = []
-    for batch in batches:
-        state, _ = online.step(outer_meta, state, batch)
-        result.append(state)
-    return result
 
 
 @pytest.mark.parametrize("order", ["paper", "exact"])

@@ -3,7 +3,17 @@
 import copy
 
 import torch
-from problems import FAMILIES, MODELS, OPTIMIZERS, assert_near, assert_same_bits, convnet, every, moved
+from problems import (
+    FAMILIES,
+    MODELS,
+    OPTIMIZERS,
+    assert_near,
+    assert_pure,
+    assert_same_bits,
+    convnet,
+    every,
+    moved,
+)
 from torch.func import grad, vmap
 
 from metafop import (
@@ -51,13 +61,6 @@ def run(training, meta, carry, batches):
     for batch in batches:
         carry, _ = training.step(meta, carry, batch)
     return carry
-
-
-def assert_pure(function, *args):
-    before = copy.deepcopy(args)
-    first, second = function(*args), function(*args)
-    assert_same_bits(first, second)
-    assert_same_bits(args, before)
 
 
 @every("make", MODELS)

@@ -11,16 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from events import points
 from problems import assert_same_bits
-from test_meta_training import ESTIMATORS, Interrupted, points, run
+from valley import ESTIMATORS, Interrupted, kept, run
 
 from metafop import run_folder
 from metafop.run_folder import RunFolder
-
-
-def kept(folder):
-    """Return what the checkpoint holds, read as by anyone."""
-    return torch.load(folder / "checkpoint.pt")
 
 
 def in_use(folder):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from himmelblau import descent, himmelblau, states
 from problems import assert_near, mlp
-from test_online import descent, himmelblau, states
 from torch.func import vmap
 
 from metafop import (

@@ -4,8 +4,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from problems import OPTIMIZERS, assert_near, assert_same_bits, every, mlp
-from test_purity import assert_pure
+from problems import OPTIMIZERS, assert_near, assert_pure, assert_same_bits, every, mlp
 from torch.func import jvp, vmap
 from torch.optim.lr_scheduler import LambdaLR
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from events import read, scalar
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
 from metafop import (
@@ -30,16 +30,6 @@ from metafop.preconditioners import KroneckerFactors
 from metafop.tensorboard import Logger, picture
 
 loss = functional.plain(lambda params, batch: params["w"].square().sum())
-EVERYTHING = {"scalars": 0, "images": 0, "histograms": 0}
-
-
-def read(directory):
-    events = EventAccumulator(str(directory), size_guidance=EVERYTHING)
-    return events.Reload()
-
-
-def scalar(events, name):
-    return [(event.step, event.value) for event in events.Scalars(name)]
 
 
 def pixels(events, name):

@@ -5,8 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from problems import OPTIMIZERS, assert_near, assert_same_bits, every, mlp
-from test_purity import assert_pure
+from problems import OPTIMIZERS, assert_near, assert_pure, assert_same_bits, every, mlp
 from torch.func import grad
 
 from metafop import (

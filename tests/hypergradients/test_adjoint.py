@@ -548,3 +548,15 @@ def test_long_horizons_are_swept_within_any_budget(carries):
         frugal(training, outer_loss, meta, carry, steps * [None]).grads,
         adjoint(training, outer_loss, meta, carry, steps * [None]).grads,
     )
+
+
+@every("estimator", KEEPS | {"forward": forward})
+def test_parameters_that_start_as_one_tensor_are_differentiated_apart(estimator):
+    loss = functional.plain(lambda params, batch: (params["a"] * params["b"].square() - batch).square().sum())
+    training, start = Training(loss, Momentum()), torch.tensor([0.5, 0.8])
+    results = []
+    for params in ({"a": start, "b": start}, {"a": start, "b": start.clone()}):
+        meta = training.meta(params, Momentum().hyper(lr=0.1, decay=0.5))
+        outer_loss = lambda carry: carry.params["a"].sum() + 2 * carry.params["b"].prod()  # noqa: E731
+        results.append(estimator(training, outer_loss, meta, training.init(params), 3 * [torch.ones(2)]))
+    assert_same_estimate(*results)

@@ -4,8 +4,7 @@ import threading
 
 import pytest
 import torch
-from problems import assert_near, assert_same_bits, every, filled
-from test_second_derivative import slope
+from problems import assert_near, assert_same_bits, every, filled, slope
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

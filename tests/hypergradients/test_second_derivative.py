@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from problems import assert_near, convnet, every, lstm
+from problems import assert_near, convnet, every, lstm, slope
 from torch import fake_quantize_per_tensor_affine as quantised
 from torch import nn
 from torch.func import grad, vmap
@@ -62,19 +62,6 @@ def from_model(model, steps=5):
         training.init(params, buffers),
         steps * [batch],
     )
-
-
-def slope(window, h=1e-5):
-    """The derivative in lr, by central differences of whole runs."""
-    training, outer_loss, meta, carry, batches = window
-
-    def run(lr):
-        now = carry
-        for batch in batches:
-            now, _ = training.step(meta._replace(hyper=meta.hyper._replace(lr=lr)), now, batch)
-        return outer_loss(now)
-
-    return (run(meta.hyper.lr + h) - run(meta.hyper.lr - h)) / (2 * h)
 
 
 def detached(z, y):

@@ -234,13 +234,13 @@ def _double(x: Any) -> Any:
 
 def _near(carry: Any) -> Any:
     """Return the carry with parameters a percent away."""
-    params, rng = list(carry.params.values()), Generator().manual_seed(1)
+    rng = Generator().manual_seed(1)
 
     def moved(p: Tensor) -> Tensor:
         size = p.square().mean().sqrt()
         return p + 0.01 * torch.where(size > 0, size, 1.0) * _noise(p, rng)
 
-    return tree.swap(carry, params, [moved(p) for p in params])
+    return tree.with_params(carry, map(moved, carry.params.values()))
 
 
 def _noise(like: Tensor, rng: Generator) -> Tensor:
