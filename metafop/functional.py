@@ -85,13 +85,7 @@ def from_module(
 
     def pure(params: Params, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
         _check_names(params, buffers, names, buffer_names)
-        # Modules write into buffers. What they write into is made here and, under vmap, must have the
-        # batch dimensions of everything that may be written.
-        leaves = tree.leaves((params, buffers, batch))
-        inputs = [x for x in leaves if isinstance(x, Tensor) and x.layout == torch.strided]
-        place = inputs[0].device
-        zero = torch.stack([x.new_zeros((), dtype=torch.float32, device=place) for x in inputs]).sum()
-        state = params | {k: buffers[k] + zero.to(buffers[k].dtype) for k in written}
+        state = params | _writable({k: buffers[k] for k in written}, (params, buffers, batch))
         module = model if torch.compiler.is_compiling() else own.module
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -102,6 +96,19 @@ def from_module(
         return value, _after(buffers, seeded) | {k: state[k] for k in written}
 
     return pure, params, buffers | {"seed": torch.tensor(0)} if seeded else buffers
+
+
+def _writable(buffers: Buffers, given: Any) -> Buffers:
+    """Return copies of the buffers, for a module to write into.
+
+    Under vmap they must have the batch dimensions of everything that may be written: all that is given.
+    """
+    if not buffers:
+        return {}
+    inputs = [x for x in tree.leaves(given) if isinstance(x, Tensor) and x.layout == torch.strided]
+    place = inputs[0].device
+    zero = torch.stack([x.new_zeros((), dtype=torch.float32, device=place) for x in inputs]).sum()
+    return {k: b + zero.to(b.dtype) for k, b in buffers.items()}
 
 
 def _check_names(params: Params, buffers: Buffers, names: Set[str], buffer_names: Set[str]) -> None:
