@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,12 @@ from metafop import leaf_names, tree, validation
 from metafop.optimizers.hyper import extremes, fitted
 from metafop.preconditioners import aged
 from metafop.safeguards import Bound
-from metafop.types import Domain, Meta, Optimizer, Trains, Tree
+from metafop.types import CompleteOptimizer, Domain, Meta, Trains, Tree
 
 
 @dataclass(frozen=True)
 class Learned:
-    """The leaves of meta that `learn` names: lr moves as log lr, decay as logit decay, M as it is.
+    """The leaves of meta that `learn` names: lr moves as log lr, momentum as its logit, M as it is.
 
     h = dx/dz ∂x,    z' = optimizer(z, h),    x' = x(z')    (docs/math.md, 9)
 
@@ -28,30 +29,36 @@ class Learned:
 
     learner: str
     training: Trains
-    optimizer: Optimizer
+    optimizer: CompleteOptimizer
     learn: tuple[str, ...]
     bounds: tuple[Bound, ...]
 
     def check(self) -> None:
         """Refuse settings that are of the wrong kind."""
-        validation.instance(self.learner, "an optimizer", self.optimizer)
         if not isinstance(self.bounds, tuple):
             raise TypeError(
                 f"{self.learner} takes a tuple of bounds, got {self.bounds!r}. Pass bounds=(...,)."
             )
         leaf_names.check(self.learner, self.learn)
 
-    def outer_meta(self, meta: Meta, hyper: Any) -> Meta:
-        """Return the outer meta: the optimizer's own `hyper`, as precise as what is learned."""
+    def outer_meta(self, meta: Meta, hyper: Mapping[str, Any]) -> Meta:
+        """Return the outer meta: the optimizer's own hyperparameters, as precise as what is learned."""
         return Meta(fitted(self.optimizer, hyper, self.of(meta)), {})
 
     def check_outer_meta(self, outer_meta: Meta) -> None:
+        made_by = f"{self.learner.lower()}.init_meta(meta, lr=...)"
+        if not isinstance(outer_meta, Meta):
+            raise TypeError(
+                f"{self.learner} takes as its outer meta what {made_by} returns, "
+                f"got {type(outer_meta).__name__}. Pass the former."
+            )
         if outer_meta.precond:
             raise ValueError(
-                f"{self.learner} takes as its outer meta what {self.learner.lower()}.meta(...) returns, "
-                f"got a meta with the preconditioners of {sorted(outer_meta.precond)}. "
+                f"{self.learner} takes as its outer meta what {made_by} returns, got a meta with the "
+                f"preconditioners of {sorted(outer_meta.precond)}. "
                 "Pass the former; the latter is in the state already."
             )
+        validation.tensors("hyper", outer_meta.hyper)
 
     def init(self, meta: Meta) -> Tree:
         """Return the optimizer's state before the first step, or refuse a leaf that could never move."""

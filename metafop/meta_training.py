@@ -84,8 +84,8 @@ def meta_train(
     ...         return 5 * [torch.ones(1)]
     ...     def outer_loss(self, episode, window):
     ...         return lambda carry: (carry.params["w"] - 1).square().sum()
-    >>> learner, meta = Unrolled(training, Adam()), training.meta(params, SGD().hyper(lr=0.01))
-    >>> outer_meta = learner.meta(meta, Adam().hyper(lr=0.1))
+    >>> learner, meta = Unrolled(training, Adam()), training.init_meta(params, lr=0.01)
+    >>> outer_meta = learner.init_meta(meta, lr=0.1)
     >>> trained = meta_train(learner, outer_meta, meta, Slope(), steps=40, progress=False)
     >>> trained.history[0]["value"] > 0.8, trained.history[-1]["value"] < 1e-3
     (True, True)
@@ -116,11 +116,11 @@ def meta_train(
 def _stepped(learner: Unrolled, outer_meta: Meta, task: Task, run: Run, episode: int, window: int) -> Run:
     carry = task.start(episode) if window == 0 else run.carry
     batches, outer_loss = task.batches(episode, window), task.outer_loss(episode, window)
-    state, carry, info = learner.step(outer_meta, run.state, outer_loss, carry, batches)
+    state, info = learner.step(outer_meta, run.state, outer_loss, carry, batches)
     scalars = {k: x for k, x in info.items() if isinstance(x, Tensor) and x.numel() == 1}
     row = {k: float(x) for k, x in (_numbers(learner, run.state.meta) | scalars).items()}
     said = dict.fromkeys(info["notes"], len(run.history))
-    return Run(state, carry, [*run.history, row], said | run.notes)
+    return Run(state, state.carry, [*run.history, row], said | run.notes)
 
 
 def _numbers(learner: Unrolled, meta: Meta) -> dict[str, Tensor]:

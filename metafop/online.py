@@ -2,8 +2,8 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -12,12 +12,14 @@ from torch import Tensor
 from metafop import tree
 from metafop.hypergradients import closed_form
 from metafop.learned import Learned
+from metafop.optimizers import completed
 from metafop.safeguards import Bound, Guard, scale_free
 from metafop.types import (
     Batch,
     Buffers,
     Carry,
-    Domain,
+    CompleteOptimizer,
+    Domains,
     Info,
     Last,
     Meta,
@@ -62,25 +64,33 @@ class Online:
 
     H = ∂⟨∇J(θ), advance(meta, last)⟩ / ∂meta,    meta' = meta_optimizer(meta, H),    θ' = advance(meta', θ)
 
-    `order="paper"` is Algorithm 1 of the paper: it advances with meta instead of meta', so that H is taken at
-    another meta than the one that made θ. `credit` is what P is credited with: the last gradient alone
-    (`"gradient"`, the paper) or all that the optimizer's movement is made of (`"velocity"`). A `null_step`
-    takes the last step again, with what was learned from it, whenever the loss rose, and with half the
-    gradient if the loss is not even finite; it means something only if every batch is the same, and needs a
-    guard: what a rejected step teaches without one grows with how far it went. Why the defaults are what they
-    are: docs/concepts.md.
+    Learning rates move as log lr, momentum as its logit, matrices as they are. A step that leads to numbers
+    that are not finite is not taken, nor is anything learned from it: info says so ("finite"). It is itself a
+    training, whose meta is Meta(hyper of the meta-optimizer, {}): it can be learned by another.
+    (docs/math.md, 9 to 11; why the defaults are what they are: docs/concepts.md)
 
-    A step that leads to numbers that are not finite is not taken, nor is anything learned from it: info says
-    so ("finite"). `skip=("carry",)` leaves that check out.
-
-    Learning rates move as log lr, decays as logit decay, matrices as they are. It is itself a training,
-    whose meta is Meta(hyper of the meta-optimizer, {}): it can be learned by another. (docs/math.md, 9 to 11)
+    training: what is learned, a `Training` or an `Online`.
+    meta_optimizer: moves meta; any optimizer of the library, or one of your own.
+    learn: names of leaves of meta, or the starts of some: "lr", "precond", "precond.conv1.weight"
+        (("precond",), as for `optim.FOP`).
+    order: "exact" advances with meta', of which H is then the derivative at the next step; "paper", Algorithm
+        1 of the paper, with meta, so that H is taken at another meta than the one that made θ ("exact").
+    credit: what P is credited with: "velocity", all that the optimizer's movement is made of; or "gradient",
+        the last gradient alone, as in the paper ("velocity").
+    hypergradient: `closed_form` or `by_autograd`, of `metafop.hypergradients`; the latter with "gradient"
+        credit (`closed_form`).
+    guards: what is done to H before it is used, from `metafop.safeguards` ((`scale_free`,)).
+    bounds: what is done to meta' after, likewise (none).
+    null_step: takes the last step again, with what was learned from it, whenever the loss rose, and with half
+        the gradient if the loss is not even finite (False). It means something only if every batch is the
+        same, and needs a guard: what a rejected step teaches without one grows with how far it went.
+    skip: checks to leave out: ("carry",) looks no more whether a step led to finite numbers (none).
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] * batch).square().sum())
     >>> training, params = Training(loss, SGD(), {"w": Dense()}), {"w": torch.ones(2)}
-    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.01)), training.init(params)
+    >>> meta, carry = training.init_meta(params, lr=0.01), training.init(params)
     >>> online = Online(training, Adam())
-    >>> outer_meta, state = online.meta(meta, Adam().hyper(lr=0.1)), online.init(meta, carry)
+    >>> outer_meta, state = online.init_meta(meta, lr=0.1), online.init(meta, carry)
     >>> for _ in range(10):
     ...     state, info = online.step(outer_meta, state, torch.tensor([1.0, 3.0]))
     >>> bool(state.meta.precond["w"].trace() > 2)
@@ -97,8 +107,10 @@ class Online:
     bounds: tuple[Bound, ...] = ()
     null_step: bool = False
     skip: tuple[Literal["carry"], ...] = ()
+    _rule: CompleteOptimizer = field(init=False, repr=False, compare=False)  # the meta-optimizer, completed
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_rule", completed("Online", self.meta_optimizer))
         if not isinstance(self.skip, tuple) or not set(self.skip) <= {"carry"}:
             raise ValueError(
                 f'Online can skip the check "carry", got skip={self.skip!r}. Pass ("carry",) or ().'
@@ -119,11 +131,11 @@ class Online:
             )
 
     @property
-    def domains(self) -> Mapping[str, Domain]:
-        return self.meta_optimizer.domains
+    def domains(self) -> Domains:
+        return self._rule.domains
 
-    def meta(self, meta: Meta, hyper: Any) -> Meta:
-        """Return the outer meta: the meta-optimizer's `hyper`, as precise as what is learned."""
+    def init_meta(self, meta: Meta, **hyper: Any) -> Meta:
+        """Return the outer meta: the meta-optimizer's hyperparameters, given by name as lr=0.1."""
         return self.learned.outer_meta(meta, hyper)
 
     def init(self, meta: Meta, carry: Any) -> OnlineCarry:
@@ -197,11 +209,12 @@ class Online:
 
     def check(self, meta: Meta, state: OnlineCarry) -> None:
         """Refuse a meta whose hyperparameters are named for other things than are learned."""
-        self.meta(state.meta, meta.hyper)
+        self.learned.check_outer_meta(meta)
+        self.init_meta(state.meta, **meta.hyper._asdict())
 
     @property
     def learned(self) -> Learned:
-        return Learned("Online", self.training, self.meta_optimizer, self.learn, self.bounds)
+        return Learned("Online", self.training, self._rule, self.learn, self.bounds)
 
     def _last(self, state: OnlineCarry) -> tuple[Last, Tree]:
         """Return the last step with its credit, and the memory after it."""

@@ -8,12 +8,12 @@ from __future__ import annotations  # torch.compile does not follow annotations 
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from metafop import tree
+from metafop import patterns, tree
 from metafop.preconditioners import Aging
 from metafop.types import Last, Meta, Params, Seen, Tree
 
@@ -24,17 +24,29 @@ Bound = Callable[[Meta], Meta]
 def scale_free(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
     """Divide the hypergradient by ‖∇J‖ ‖Δθ‖, the most that a step so long can change J by (docs/math.md, 14).
 
-    To first order, that is. What belongs to one parameter is divided by its own norms, the rest by those of
-    all parameters together. What is left has no units: for log lr under SGD, ⟨∇J, Δθ⟩ over it is a cosine.
+    To first order, that is. What belongs to one parameter, or to a pattern of them, is divided by their own
+    norms, the rest by those of all parameters together. What is left has no units: for log lr under SGD, ⟨∇J,
+    Δθ⟩ over it is a cosine.
     """
     moved = {k: p - last.carry.params[k] for k, p in now.items()}
     by_name = {k: largest_change(_size(seen.grads[k]), _size(x)) for k, x in moved.items()}
     everywhere = largest_change(tree.norm(seen.grads), tree.norm(moved))
 
-    def free(h: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    def of(pattern: str, keys: tuple[str, ...]) -> Tensor:
+        """Return the size of the parameters of a pattern; of all, for the names of an outer meta."""
+        if pattern in by_name:
+            return by_name[pattern]
+        fitting = [k for k in moved if patterns.first(keys, k) == pattern]
+        if not fitting:
+            return everywhere
+        return largest_change(
+            tree.norm([seen.grads[k] for k in fitting]), tree.norm([moved[k] for k in fitting])
+        )
+
+    def free(h: Tensor | tuple | dict[str, Tensor]) -> Any:
         if isinstance(h, dict):
-            return {k: _divided(x, by_name.get(k, everywhere)) for k, x in h.items()}
-        return _divided(h, everywhere)
+            return {k: _divided(x, of(k, tuple(h))) for k, x in h.items()}
+        return tuple(map(free, h)) if isinstance(h, tuple) else _divided(h, everywhere)
 
     return Meta(
         type(grads.hyper)(*(free(h) for h in grads.hyper)),

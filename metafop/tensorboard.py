@@ -44,7 +44,7 @@ class Logger:
     >>> from metafop.tensorboard import Logger
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] * batch).square().sum())
     >>> training, params = Training(loss, SGD(), {"w": Dense()}), {"w": torch.ones(2)}
-    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.01)), training.init(params)
+    >>> meta, carry = training.init_meta(params, lr=0.01), training.init(params)
     >>> with tempfile.TemporaryDirectory() as directory, Logger(directory) as logger:
     ...     for step in range(10):
     ...         seen = training.evaluate(carry, torch.tensor([1.0, 3.0]))

@@ -11,13 +11,14 @@ from torch import Generator, Tensor
 from torch.func import grad_and_value
 
 from metafop import stopped_gradients, tree, validation
-from metafop.optimizers import fitted
+from metafop.optimizers import completed, fitted
 from metafop.preconditioners import Identity, batched
 from metafop.types import (
     Batch,
     Buffers,
     Carry,
-    Domain,
+    CompleteOptimizer,
+    Domains,
     Info,
     Last,
     Loss,
@@ -37,10 +38,14 @@ class Training:
     seen = evaluate(carry, batch)           value, gradients, buffers: expensive, does not see meta
     carry = advance(meta, carry, seen)      θ' = update(hyper, θ, P(m) ∇J): cheap, sees meta
 
+    loss: `loss(params, buffers, batch) -> (value, buffers)`, pure; `metafop.functional` makes one.
+    optimizer: one of the library, or any object with domains, init and update.
+    preconditioners: families by parameter name (none), such as `assign(params)` makes.
+
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training = Training(loss, SGD())
     >>> params = {"w": torch.zeros(2)}
-    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.25)), training.init(params)
+    >>> meta, carry = training.init_meta(params, lr=0.25), training.init(params)
     >>> carry, info = training.step(meta, carry, torch.ones(2))
     >>> carry.params["w"], info["value"]
     (tensor([0.5000, 0.5000]), tensor(2.))
@@ -49,28 +54,36 @@ class Training:
     loss: Loss
     optimizer: Optimizer
     preconditioners: Mapping[str, Preconditioner] = field(default_factory=dict)
+    _rule: CompleteOptimizer = field(init=False, repr=False, compare=False)  # the optimizer, completed
 
     def __post_init__(self) -> None:
         validation.loss(self.loss)
-        validation.instance("Training", "an optimizer", self.optimizer)
+        object.__setattr__(self, "_rule", completed("Training", self.optimizer))
         validation.preconditioners(self.preconditioners)
 
     @property
-    def domains(self) -> Mapping[str, Domain]:
-        return self.optimizer.domains
+    def domains(self) -> Domains:
+        return self._rule.domains
 
-    def meta(self, params: Params, hyper: Any, generator: Generator | None = None) -> Meta:
-        """Return where learning starts: `hyper`, as precise as the parameters, and each family's tensors."""
+    def init_meta(self, params: Params, generator: Generator | None = None, **hyper: Any) -> Meta:
+        """Return where learning starts: the optimizer's hyperparameters, and each family's tensors.
+
+        params: what is trained, by name; hyperparameters take its precision.
+        generator: where families that start at random (`LowRank`) draw from.
+        hyper: lr and the like, by name: numbers, or dicts of these by pattern of parameter names, such as
+            `lr={"encoder.*": 1e-3, "*": 1e-2}`; each pattern is one learned number. What is left out has the
+            optimizer's default.
+        """
         validation.params(params)
         validation.start(self.preconditioners, params, generator)
         precond = {k: self._family(k).init(p, generator) for k, p in params.items()}
-        meta = Meta(fitted(self.optimizer, hyper, params), precond)
+        meta = Meta(fitted(self._rule, hyper, params), precond)
         validation.distinct(meta)
         return meta
 
     def init(self, params: Params, buffers: Buffers | None = None) -> Carry:
         validation.params(params)
-        return Carry(params, self.optimizer.init(params), buffers or {})
+        return Carry(params, self._rule.init(params), buffers or {})
 
     def evaluate(self, carry: Carry, batch: Batch) -> Seen:
         def objective(params: Params) -> tuple[Tensor, Buffers]:
@@ -93,7 +106,7 @@ class Training:
     def advance(self, meta: Meta, carry: Carry, seen: Seen) -> tuple[Carry, Info]:
         validation.same_tree(meta, carry)
         direction = self.precondition(meta.precond, seen.grads)
-        params, opt = self.optimizer.update(meta.hyper, carry.params, carry.opt, direction)
+        params, opt = self._rule.update(meta.hyper, carry.params, carry.opt, direction)
         return Carry(params, opt, seen.buffers), {"value": seen.value}
 
     def step(self, meta: Meta, carry: Carry, batch: Batch) -> tuple[Carry, Info]:
@@ -108,9 +121,9 @@ class Training:
         carry, seen = last.carry, last.seen
         direction = self.precondition(meta.precond, seen.grads)
         step = (meta.hyper, carry.params, carry.opt, direction, cotangent)
-        d_hyper, toward = self.optimizer.pullback(*step)
+        d_hyper, toward = self._rule.pullback(*step)
         if last.credit:
-            toward = self.optimizer.toward(*step)
+            toward = self._rule.toward(*step)
         moved_by = last.credit or seen.grads
         families = {k: self._family(k) for k in meta.precond}
         return Meta(d_hyper, batched.pullbacks(families, meta.precond, moved_by, toward))
@@ -122,11 +135,11 @@ class Training:
         return {k: functions[k](g) for k, g in grads.items()}
 
     def init_memory(self, carry: Carry) -> Tree:
-        return self.optimizer.init_memory(carry.params)
+        return self._rule.init_memory(carry.params)
 
     def credited(self, meta: Meta, memory: Tree, grads: Params) -> tuple[Params | tuple[()], Tree]:
         """Return the gradients that this step's movement is made of, and the memory of them."""
-        return self.optimizer.credit(meta.hyper, memory, grads)
+        return self._rule.credit(meta.hyper, memory, grads)
 
     def check(self, meta: Meta, carry: Carry) -> None:
         """Refuse a meta that was made for other parameters."""
@@ -140,7 +153,7 @@ class Training:
             if expected != found:
                 raise ValueError(
                     f"{family} of {name!r}, {tuple(param.shape)}, has tensors of shape {found}, "
-                    f"but needs {expected}. Make meta with training.meta(params, ...)."
+                    f"but needs {expected}. Make meta with training.init_meta(params, ...)."
                 )
 
     def _family(self, name: str) -> Preconditioner:

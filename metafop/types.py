@@ -71,13 +71,21 @@ class Domain(Protocol):
         ...
 
 
+Domains = Mapping[
+    str, Domain | tuple[Domain, ...]
+]  # of each field of hyper; of a tuple such as betas, a tuple
+
+
 @runtime_checkable
 class Optimizer(Protocol):
-    """A pure update rule. `hyper` is a NamedTuple whose fields are tensors, or dicts of tensors by name."""
+    """A pure update rule: all that one of your own needs to be. The rest, `CompleteOptimizer`, has defaults.
+
+    `hyper` is a NamedTuple whose fields are tensors, tuples of these, or dicts of them by pattern of names.
+    """
 
     @property
-    def domains(self) -> Mapping[str, Domain]:
-        """The domain of each field of `hyper`."""
+    def domains(self) -> Domains:
+        """The domain of each field of `hyper`: `Positive()`, `Unit()`, `Free()`; for a tuple, one of each."""
         ...
 
     def init(self, params: Params) -> Tree:
@@ -86,6 +94,16 @@ class Optimizer(Protocol):
 
     def update(self, hyper: Any, params: Params, opt: Tree, direction: Params) -> tuple[Params, Tree]:
         """Return the new parameters and the new state."""
+        ...
+
+
+@runtime_checkable
+class CompleteOptimizer(Optimizer, Protocol):
+    """An optimizer with all that learning asks of it: hyperparameters, closed-form derivatives, credit."""
+
+    @property
+    def hyper(self) -> Callable[..., Any]:
+        """Return hyperparameters, given by name as numbers, tensors, or dicts of these by pattern."""
         ...
 
     def pullback(
@@ -111,7 +129,7 @@ class Optimizer(Protocol):
 
 
 @runtime_checkable
-class Reversible(Optimizer, Protocol):
+class Reversible(CompleteOptimizer, Protocol):
     """An optimizer whose step can be undone, every bit of it, given the direction that it took.
 
     In two parts, for that direction comes from the gradient at the parameters before the step: `before` finds
@@ -173,7 +191,7 @@ class Trains(Protocol):
     """What can be trained as meta says: `Training`, and `Online`, which learns the meta of another."""
 
     @property
-    def domains(self) -> Mapping[str, Domain]: ...
+    def domains(self) -> Domains: ...
 
     def evaluate(self, carry: Any, batch: Batch, /) -> Seen: ...
 

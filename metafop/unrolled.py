@@ -2,24 +2,30 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from metafop import tree, validation
+from metafop import tree
 from metafop.hypergradients import adjoint
+from metafop.hypergradients.validation import check_estimator
 from metafop.learned import Learned
+from metafop.optimizers import completed
 from metafop.safeguards import Bound
-from metafop.types import Batches, Estimator, Meta, Optimizer, OuterLoss, Trains, Tree
+from metafop.types import Batches, CompleteOptimizer, Estimator, Meta, Optimizer, OuterLoss, Trains, Tree
 
 
 class UnrolledState(NamedTuple):
-    """What was learned so far, and the meta-optimizer's state."""
+    """What was learned so far, the meta-optimizer's state, and the carry after the last step.
+
+    `carry` is `()` before the first step. The next step may start from it, or anywhere else.
+    """
 
     meta: Meta
     meta_opt: Tree
+    carry: Any = ()
 
 
 @dataclass(frozen=True)
@@ -28,33 +34,42 @@ class Unrolled:
 
     H = ∂ outer_loss(carry after all batches) / ∂meta,    meta' = meta_optimizer(meta, H)
 
-    Learning rates move as log lr, decays as logit decay, matrices as they are (docs/math.md, 9). `estimator`
-    is any of `hypergradients` over many steps. `clip` shortens H in these coordinates to a norm, for over a
-    long horizon H may explode; `bounds` act on meta'. Meta moves only if the outer loss, H and meta' are
-    finite: `info["moved"]` says so.
+    Learning rates move as log lr, momentum as its logit, matrices as they are (docs/math.md, 9). Meta moves
+    only if the outer loss, H and meta' are finite: `info["moved"]` says so.
+
+    training: what is learned, a `Training` or an `Online`.
+    meta_optimizer: moves meta; any optimizer of the library, or one of your own.
+    learn: names of leaves of meta, or the starts of some: "lr", "precond", "precond.conv1.weight" (("lr",),
+        which every training has; `Online` and `optim.FOP` start from "precond", for which FOP is known).
+    estimator: any of `metafop.hypergradients` over many steps (`adjoint`).
+    clip: the norm to which H is shortened, in the coordinates that move, for over a long horizon H may
+        explode (None, no limit).
+    bounds: what is done to meta', from `metafop.safeguards` (none).
 
     >>> from metafop.unrolled import Unrolled
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
-    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.01)), training.init(params)
+    >>> meta, carry = training.init_meta(params, lr=0.01), training.init(params)
     >>> learner, outer = Unrolled(training, Adam()), lambda carry: (carry.params["w"] - 1).square().sum()
-    >>> outer_meta, state = learner.meta(meta, Adam().hyper(lr=0.1)), learner.init(meta)
+    >>> outer_meta, state = learner.init_meta(meta, lr=0.1), learner.init(meta)
     >>> for _ in range(40):
-    ...     state, _, info = learner.step(outer_meta, state, outer, carry, 5 * [torch.ones(1)])
+    ...     state, info = learner.step(outer_meta, state, outer, carry, 5 * [torch.ones(1)])
     >>> bool(info["value"] < 1e-3), bool(state.meta.hyper.lr > 0.2)
     (True, True)
     """
 
     training: Trains
     meta_optimizer: Optimizer
-    learn: tuple[str, ...] = ("hyper.lr",)
+    learn: tuple[str, ...] = ("lr",)
     estimator: Estimator = adjoint
     clip: float | None = None
     bounds: tuple[Bound, ...] = ()
+    _rule: CompleteOptimizer = field(init=False, repr=False, compare=False)  # the meta-optimizer, completed
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_rule", completed("Unrolled", self.meta_optimizer))
         self.learned.check()
-        validation.instance("Unrolled", "an estimator", self.estimator)
+        check_estimator("Unrolled", self.estimator)
         if self.clip is not None and not (isinstance(self.clip, int | float) and self.clip > 0):
             raise ValueError(
                 f"Unrolled takes a clip above zero, got {self.clip!r}. Pass a number, or None for no clip."
@@ -63,10 +78,10 @@ class Unrolled:
     @property
     def learned(self) -> Learned:
         """The leaves that move, and how."""
-        return Learned("Unrolled", self.training, self.meta_optimizer, self.learn, self.bounds)
+        return Learned("Unrolled", self.training, self._rule, self.learn, self.bounds)
 
-    def meta(self, meta: Meta, hyper: Any) -> Meta:
-        """Return the outer meta: the meta-optimizer's `hyper`, as precise as what is learned."""
+    def init_meta(self, meta: Meta, **hyper: Any) -> Meta:
+        """Return the outer meta: the meta-optimizer's hyperparameters, given by name as lr=0.1."""
         return self.learned.outer_meta(meta, hyper)
 
     def init(self, meta: Meta) -> UnrolledState:
@@ -74,11 +89,12 @@ class Unrolled:
 
     def step(
         self, outer_meta: Meta, state: UnrolledState, outer_loss: OuterLoss, carry: Any, batches: Batches
-    ) -> tuple[UnrolledState, Any, dict[str, Any]]:
-        """Return the state after one step of meta, the carry after all batches, and what the estimator saw.
+    ) -> tuple[UnrolledState, dict[str, Any]]:
+        """Return the state after one step of meta from `carry`, over all batches, and what the estimator saw.
 
-        In info are "value", the outer loss; "norm", ‖H‖ in the learner's coordinates, before any clip;
-        "moved"; and all that the estimator tells, "notes" among it.
+        The carry after all batches is in the state: it starts the next window. In info are "value", the outer
+        loss; "norm", ‖H‖ in the learner's coordinates, before any clip; "moved"; and all that the estimator
+        tells, "notes" among it.
         """
         self.learned.check_outer_meta(outer_meta)
         value, pulled, after, info = self.estimator(self.training, outer_loss, state.meta, carry, batches)
@@ -88,7 +104,7 @@ class Unrolled:
         if self.clip is not None:
             grads = tree.scale(grads, (self.clip / norm).clamp(max=1))
         meta, meta_opt, moved = self.learned.moved(outer_meta, state.meta, state.meta_opt, grads, moves)
-        return UnrolledState(meta, meta_opt), after, info | {"value": value, "norm": norm, "moved": moved}
+        return UnrolledState(meta, meta_opt, after), info | {"value": value, "norm": norm, "moved": moved}
 
 
 def _norm(grads: dict[str, Tensor]) -> Tensor:

@@ -73,7 +73,7 @@ def start(preconditioners: Mapping[str, Any], params: Params, generator: Generat
             )
     if generator is not None and not isinstance(generator, Generator):
         raise TypeError(
-            f"Training.meta takes a torch.Generator, got {generator!r}. "
+            f"Training.init_meta takes a torch.Generator as generator, got {generator!r}. "
             "Pass torch.Generator().manual_seed(seed)."
         )
 
@@ -112,11 +112,34 @@ def returned(result: Any, given: Buffers) -> None:
 
 
 def same_tree(meta: Meta, carry: Carry) -> None:
+    if not isinstance(meta, Meta):
+        raise TypeError(
+            f"A training takes a Meta, got {type(meta).__name__}. "
+            "Make one with training.init_meta(params, lr=...)."
+        )
     if meta.precond.keys() != carry.params.keys():
         raise ValueError(
             f"The parameters are {sorted(carry.params)}, but meta was made for {sorted(meta.precond)}. "
-            "The tree of parameters must not change: make a new meta with training.meta(params, ...)."
+            "The tree of parameters must not change: make a new meta with training.init_meta(params, ...)."
         )
+    tensors("hyper", meta.hyper)
+
+
+def tensors(name: str, x: Any) -> None:
+    """Refuse a leaf that is no tensor: nothing could be derived in it."""
+    if isinstance(x, Tensor):
+        return
+    if isinstance(x, dict):
+        inside = x.items()
+    elif isinstance(x, tuple):
+        inside = zip(getattr(x, "_fields", range(len(x))), x, strict=True)
+    else:
+        raise TypeError(
+            f"{name} is {x!r}, a {type(x).__name__}, and every leaf of meta is a tensor. "
+            f"Pass torch.tensor({x!r})."
+        )
+    for key, each in inside:
+        tensors(f"{name}.{key}", each)
 
 
 def depends(value: Tensor) -> None:

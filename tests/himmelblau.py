@@ -15,12 +15,16 @@ def descent(start=(0.0, -1.0), lr=0.001, optimizer=None, hyper=None, family=None
     optimizer = optimizer or SGD()
     training = Training(functional.plain(himmelblau), optimizer, {"x": family or Dense()})
     params = {"x": torch.tensor(start)}
-    return training, training.meta(params, hyper or optimizer.hyper(lr=lr)), training.init(params)
+    return (
+        training,
+        training.init_meta(params, **(hyper or optimizer.hyper(lr=lr))._asdict()),
+        training.init(params),
+    )
 
 
 def states(online, hyper, meta, carry, batches):
     """Return the state after each step."""
-    outer_meta, state = online.meta(meta, hyper), online.init(meta, carry)
+    outer_meta, state = online.init_meta(meta, **hyper._asdict()), online.init(meta, carry)
     result = []
     for batch in batches:
         state, _ = online.step(outer_meta, state, batch)

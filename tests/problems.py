@@ -42,7 +42,7 @@ class Setting:
     """An optimizer, values for its hyperparameters, and torch's optimizer with the same."""
 
     optimizer: Any
-    values: dict[str, float]
+    values: dict[str, Any]
     twin: Callable[..., torch.optim.Optimizer]
 
     def hyper(self, **changed: Any) -> Any:
@@ -55,32 +55,32 @@ OPTIMIZERS = {
         SGD(), {"lr": 0.05, "weight_decay": 0.02}, partial(torch.optim.SGD, lr=0.05, weight_decay=0.02)
     ),
     "heavy ball": Setting(
-        Momentum(), {"lr": 0.05, "decay": 0.9}, partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+        Momentum(), {"lr": 0.05, "momentum": 0.9}, partial(torch.optim.SGD, lr=0.05, momentum=0.9)
     ),
     "heavy ball, decayed": Setting(
         Momentum(),
-        {"lr": 0.1, "decay": 0.5, "weight_decay": 0.02},
+        {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.02},
         partial(torch.optim.SGD, lr=0.1, momentum=0.5, weight_decay=0.02),
     ),
     "nesterov": Setting(
         Momentum(nesterov=True),
-        {"lr": 0.05, "decay": 0.9},
+        {"lr": 0.05, "momentum": 0.9},
         partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
     ),
     "nesterov, decayed": Setting(
         Momentum(nesterov=True),
-        {"lr": 0.1, "decay": 0.6, "weight_decay": 0.02},
+        {"lr": 0.1, "momentum": 0.6, "weight_decay": 0.02},
         partial(torch.optim.SGD, lr=0.1, momentum=0.6, nesterov=True, weight_decay=0.02),
     ),
     "adam": Setting(Adam(), {"lr": 0.01}, partial(torch.optim.Adam, lr=0.01)),
     "adam, short": Setting(
         Adam(),
-        {"lr": 0.02, "beta1": 0.5, "beta2": 0.8, "eps": 1e-3},
+        {"lr": 0.02, "betas": (0.5, 0.8), "eps": 1e-3},
         partial(torch.optim.Adam, lr=0.02, betas=(0.5, 0.8), eps=1e-3),
     ),
     "adam, decayed": Setting(
         Adam(),
-        {"lr": 0.01, "beta1": 0.8, "beta2": 0.99, "weight_decay": 0.1},
+        {"lr": 0.01, "betas": (0.8, 0.99), "weight_decay": 0.1},
         partial(torch.optim.AdamW, lr=0.01, betas=(0.8, 0.99), weight_decay=0.1),
     ),
 }

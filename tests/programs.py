@@ -5,6 +5,7 @@ Every choice is a small integer to hypothesis: which ones it draws does not depe
 
 import os
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -50,9 +51,8 @@ OPTIMIZERS = [SGD(), Momentum(), Momentum(nesterov=True), Adam()]
 VALUES = {
     "lr": [0.1, 0.01, 0.3, 0.0],
     "weight_decay": [0.0, 0.02, 0.5],
-    "decay": [0.9, 0.5, 0.0, 0.99],
-    "beta1": [0.9, 0.3, 0.0],
-    "beta2": [0.99, 0.5, 0.0, 0.999],
+    "momentum": [0.9, 0.5, 0.0, 0.99],
+    "betas": list(product([0.9, 0.3, 0.0], [0.99, 0.5, 0.0, 0.999])),
     "eps": [1e-2, 1e-8, 1e-1],
 }
 
@@ -74,7 +74,7 @@ class Program:
 
     params: tuple[Param, ...]
     optimizer: Any
-    hyper: dict[str, float | dict[str, float]]
+    hyper: dict[str, Any]
     entries: int
     has_buffers: bool
     steps: int
@@ -93,7 +93,7 @@ class Program:
         *batches, last = torch.randn(self.steps + 1, EXAMPLES, INPUTS + 2, generator=generator)
         optimizer, hyper = self._scheduled(generator)
         training = Training(self.loss, optimizer, families)
-        meta, carry = training.meta(params, hyper, generator), training.init(params, buffers)
+        meta, carry = training.init_meta(params, generator, **hyper._asdict()), training.init(params, buffers)
 
         def outer_loss(carry: Any) -> Tensor:
             return self.loss(carry.params, carry.buffers, last)[0]
@@ -123,9 +123,9 @@ class Program:
         hyper = self.optimizer.hyper(**self.hyper)
         if not self.entries:
             return self.optimizer, hyper
-        scheduled = Scheduled(self.optimizer)
+        scheduled = Scheduled(self.optimizer, self.entries)
         lr = tree.map(lambda x: x * (0.5 + torch.rand(self.entries, generator=generator)), hyper.lr)
-        return scheduled, scheduled.hyper(hyper, self.entries, {"lr": lr})
+        return scheduled, scheduled.hyper(**(self.hyper | {"lr": lr}))
 
 
 PAIRS = [(shape, name) for shape in SHAPES for name, family in FAMILIES.items() if fits(family, shape)]

@@ -13,8 +13,8 @@ from metafop.unrolled import Unrolled
 
 ESTIMATORS = {
     "adjoint": adjoint,
-    "forward": Forward(learn=("hyper.lr",)),
-    "evolution": Evolution(learn=("hyper.lr",), pairs=2),
+    "forward": Forward(learn=("lr",)),
+    "evolution": Evolution(learn=("lr",), pairs=2),
 }
 
 
@@ -51,15 +51,17 @@ def valley(params, batch):
     return (params["w"] - 0.1 * batch).square() @ torch.tensor([0.1, 1.0, 3.0]) @ torch.tensor([1.0, 0.5])
 
 
-def made(estimator=adjoint, optimizer=None, hyper=None, learn=("hyper.lr",), fails=(), **settings):
+def made(estimator=adjoint, optimizer=None, hyper=None, learn=("lr",), fails=(), **settings):
     """Return all that `meta_train` takes first, made anew: no two calls share an object."""
     optimizer = optimizer or Momentum()
     training = Training(functional.plain(valley), optimizer, {"w": Dense()})
-    meta = training.meta({"w": torch.zeros(2, 3)}, hyper or Momentum().hyper(lr=0.01, decay=0.5))
+    meta = training.init_meta(
+        {"w": torch.zeros(2, 3)}, **(hyper or Momentum().hyper(lr=0.01, momentum=0.5))._asdict()
+    )
     learner = Unrolled(training, Adam(), learn, estimator)
     return (
         learner,
-        learner.meta(meta, Adam().hyper(lr=0.1)),
+        learner.init_meta(meta, lr=0.1),
         meta,
         Valley(training, estimator, fails=fails, **settings),
     )

@@ -101,13 +101,16 @@ def cases(model: nn.Module, generator: Generator) -> dict[str, Case]:
     loss, params, buffers = functional.from_module(model, batch_loss)
     hyper = Momentum().hyper(lr=0.01)
     plain, learned = Training(loss, Momentum()), Training(loss, Momentum(), assign(params))
-    plain_meta, meta = plain.meta(params, hyper), learned.meta(params, hyper, generator)
+    plain_meta, meta = (
+        plain.init_meta(params, **hyper._asdict()),
+        learned.init_meta(params, generator, **hyper._asdict()),
+    )
     result = {
         "plain": Case(lambda state, batch: plain.step(plain_meta, state, batch), plain.init(params, buffers))
     }
     for name, settings in VARIANTS.items():
         online = Online(learned, Adam(), **settings)
-        outer_meta = online.meta(meta, Adam().hyper(lr=1e-4))
+        outer_meta = online.init_meta(meta, lr=1e-4)
         state = online.init(meta, learned.init(params, buffers))
         result[name] = Case(lambda state, batch, o=online, m=outer_meta: o.step(m, state, batch), state)
     return result

@@ -161,7 +161,7 @@ def plain(config: Config, problem: Problem, tick: Callable[[], None]) -> Result:
     """Train with momentum alone, all learning rates and seeds in one vmapped program."""
     lrs, seeds = grid(config.lrs, range(config.seeds))
     training, first = Training(problem.loss, Momentum()), tree.map(lambda x: x[0], problem.params)
-    meta = training.meta(first, Momentum().hyper(lr=0.0))
+    meta = training.init_meta(first, lr=0.0)
 
     def step(lr: Tensor, carry: Any, batch: Any) -> Any:
         return training.step(Meta(meta.hyper._replace(lr=lr), meta.precond), carry, batch)
@@ -182,10 +182,10 @@ def learned(config: Config, problem: Problem, method: Method, tick: Callable[[],
     online = Online(training, Adam(), **method.settings)
     hyper = Momentum().hyper(lr=0.0)
     metas = [
-        training.meta(first, hyper, Generator().manual_seed(config.seed + seed))
+        training.init_meta(first, Generator().manual_seed(config.seed + seed), **hyper._asdict())
         for seed in range(config.seeds)
     ]
-    outer_meta = online.meta(metas[0], Adam().hyper(lr=0.0))
+    outer_meta = online.init_meta(metas[0], lr=0.0)
 
     def init(lr: Tensor, precond: Any, params: Any, buffers: Any) -> Any:
         return online.init(Meta(metas[0].hyper._replace(lr=lr), precond), training.init(params, buffers))

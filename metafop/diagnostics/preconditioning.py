@@ -39,7 +39,7 @@ def summary(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
 
 
 def hyper(meta: Meta) -> dict[str, Tensor]:
-    """Return "hyper/lr", or "hyper/lr/conv1.weight" if each parameter has its own; schedules are left out."""
+    """Return "hyper/lr", "hyper/betas/0", "hyper/lr/encoder.*" for a pattern; schedules are left out."""
     named = tree.named(meta.hyper).items()
     return {f"hyper/{name.replace('.', '/', 1)}": value for name, value in named if value.dim() == 0}
 

@@ -1,6 +1,6 @@
 """Whether to trust a hypergradient: how smooth training is in meta, how far estimates of it differ.
 
-All of it is in the coordinates z in which leaves are learned: log lr, logit decay, matrices as they are
+All of it is in the coordinates z in which leaves are learned: log lr, logit momentum, matrices as they are
 (docs/math.md, 9). `learn` is a tuple of names, each a leaf of meta or the start of some, as in `Unrolled`.
 Tensors are named by quantity, then parameter or leaf, as in "cosine/hyper.lr". Metasmoothness, cosines and
 signs lie in [-1, 1]: 1 is agreement, 0 is chance. How to read them: docs/trust.md.
@@ -40,8 +40,8 @@ def metasmoothness(
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
-    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.1)), training.init(params)
-    >>> metafop.diagnostics.metasmoothness(training, meta, carry, 3 * [torch.ones(1)], ("hyper.lr",))
+    >>> meta, carry = training.init_meta(params, lr=0.1), training.init(params)
+    >>> metafop.diagnostics.metasmoothness(training, meta, carry, 3 * [torch.ones(1)], ("lr",))
     {'metasmoothness': tensor(1.), 'metasmoothness/w': tensor(1.)}
     """
     if isinstance(h, bool) or not isinstance(h, int | float) or not 0 < h < math.inf:
@@ -79,10 +79,10 @@ def variance(
     for each leaf; and the cosine of all leaves together.
 
     >>> training = Training(metafop.functional.plain(lambda params, batch: params["w"].sum()), SGD())
-    >>> meta = training.meta({"w": torch.zeros(1)}, SGD().hyper(lr=0.5))
+    >>> meta = training.init_meta({"w": torch.zeros(1)}, lr=0.5)
     >>> grads = [meta._replace(hyper=meta.hyper._replace(lr=torch.tensor(d))) for d in (2.0, 4.0, 6.0)]
     >>> estimates = [metafop.Estimate(torch.tensor(0.0), d_meta, None, {}) for d_meta in grads]
-    >>> found = metafop.diagnostics.variance(training, meta, estimates, ("hyper.lr",))
+    >>> found = metafop.diagnostics.variance(training, meta, estimates, ("lr",))
     >>> found["mean/hyper.lr"], found["signal_to_noise/hyper.lr"]  # in log lr: 1, 2, 3
     (tensor(2.), tensor(2.))
     """
@@ -123,9 +123,9 @@ def halves(
     >>> from metafop.hypergradients import adjoint
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] * batch).sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
-    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.1)), training.init(params)
+    >>> meta, carry = training.init_meta(params, lr=0.1), training.init(params)
     >>> batches = [torch.tensor(x) for x in (1.0, 2.0, 3.0, -3.0)]  # w = -4 lr, and w = lr
-    >>> end, learn = lambda carry: carry.params["w"].sum(), ("hyper.lr",)
+    >>> end, learn = lambda carry: carry.params["w"].sum(), ("lr",)
     >>> metafop.diagnostics.halves(adjoint, training, end, meta, carry, batches, learn)["cosine"]
     tensor(-1.)
     """

@@ -47,7 +47,7 @@ class Adjoint:
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
-    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.25)), training.init(params)
+    >>> meta, carry = training.init_meta(params, lr=0.25), training.init(params)
     >>> batches, outer_loss = 2 * [torch.ones(1)], lambda carry: carry.params["w"].sum()
     >>> estimate = Adjoint()(training, outer_loss, meta, carry, batches)
     >>> estimate.value, estimate.grads.hyper.lr  # w = 1 - (1 - 2 lr)²

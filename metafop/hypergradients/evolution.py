@@ -44,13 +44,13 @@ class Evolution:
     `info["standard_error"]` says how much. `learn` names the parts, each name a leaf of meta or the start of
     some; None means all.
 
-    z is the coordinate in which a leaf is learned: log lr, logit decay, matrices as they are. What has none
-    is not perturbed: a value on the boundary of its range, the time of a `Rescaled` family. A pair is left
-    out while one of its losses is not finite. Notes say so.
+    z is the coordinate in which a leaf is learned: log lr, logit momentum, matrices as they are. What has
+    none is not perturbed: a value on the boundary of its range, the time of a `Rescaled` family. A pair is
+    left out while one of its losses is not finite. Notes say so.
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
-    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.25)), training.init(params)
+    >>> meta, carry = training.init_meta(params, lr=0.25), training.init(params)
     >>> evolution, end = Evolution(pairs=1000), lambda carry: carry.params["w"].sum()
     >>> state = evolution.init(carry, torch.Generator().manual_seed(0))
     >>> first = evolution(training, end, meta, state, [torch.ones(1)])
@@ -77,14 +77,14 @@ class Evolution:
                 f"Evolution takes a sigma above zero, got {self.sigma!r}. Pass one such as 0.01."
             )
 
-    def init(self, carry: Any, rng: Generator) -> EvolutionCarry:
-        """Return particles that all start from `carry`, with a generator of their own that `rng` seeds."""
-        if not isinstance(rng, Generator):
+    def init(self, carry: Any, generator: Generator) -> EvolutionCarry:
+        """Return particles that all start from `carry`, with a generator of their own that this one seeds."""
+        if not isinstance(generator, Generator):
             raise TypeError(
-                f"evolution.init takes a torch.Generator, got {rng!r}. "
+                f"evolution.init takes a torch.Generator, got {generator!r}. "
                 "Pass torch.Generator().manual_seed(seed)."
             )
-        seed = int(torch.randint(2**62, (), generator=rng, device=rng.device))
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
         own = Generator().manual_seed(seed)
         return EvolutionCarry(tree.stack(2 * self.pairs * [carry]), (), own.get_state())
 

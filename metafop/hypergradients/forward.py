@@ -54,8 +54,8 @@ class Forward:
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
-    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.25)), training.init(params)
-    >>> forward, end = Forward(learn=("hyper.lr",)), lambda carry: carry.params["w"].sum()
+    >>> meta, carry = training.init_meta(params, lr=0.25), training.init(params)
+    >>> forward, end = Forward(learn=("lr",)), lambda carry: carry.params["w"].sum()
     >>> first = forward(training, end, meta, forward.init(carry), [torch.ones(1)])
     >>> second = forward(training, end, meta, first.carry, [torch.ones(1)])
     >>> second.value, second.grads.hyper.lr  # w = 1 - (1 - 2 lr)², through both windows

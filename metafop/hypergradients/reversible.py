@@ -54,7 +54,7 @@ class ReversibleAdjoint:
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> ball, params = ReversibleMomentum(), {"w": torch.zeros(1)}
     >>> training = Training(loss, ball)
-    >>> meta, carry = training.meta(params, ball.hyper(lr=0.25, decay=0.5)), training.init(params)
+    >>> meta, carry = training.init_meta(params, lr=0.25, momentum=0.5), training.init(params)
     >>> batches, reversible = 2 * [torch.ones(1)], ReversibleAdjoint()
     >>> estimate = reversible(training, lambda carry: carry.params["w"].sum(), meta, carry, batches)
     >>> estimate.value, estimate.grads.hyper.lr  # w = 1 - (1 - 2 lr)² + lr

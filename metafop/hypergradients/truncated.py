@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from metafop import tree, validation
+from metafop import tree
 from metafop.hypergradients.adjoint import adjoint
-from metafop.hypergradients.validation import batch_at, horizon
+from metafop.hypergradients.validation import batch_at, check_estimator, horizon
 from metafop.types import Batch, Batches, Estimate, Estimator, Meta, OuterLoss, Trains
 
 
@@ -23,7 +23,7 @@ class Truncated:
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
-    >>> meta, carry = training.meta(params, SGD().hyper(lr=0.25)), training.init(params)
+    >>> meta, carry = training.init_meta(params, lr=0.25), training.init(params)
     >>> batches, outer_loss = 4 * [torch.ones(1)], lambda carry: carry.params["w"].sum()
     >>> estimate = Truncated(steps=2)(training, outer_loss, meta, carry, batches)
     >>> estimate.value, estimate.grads.hyper.lr
@@ -38,7 +38,7 @@ class Truncated:
             raise ValueError(
                 f"Truncated takes a whole number of steps, 1 or more, got steps={self.steps!r}. Pass one."
             )
-        validation.instance("Truncated", "an estimator", self.estimator)
+        check_estimator("Truncated", self.estimator)
 
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches

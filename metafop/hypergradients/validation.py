@@ -21,6 +21,20 @@ def check_skip(owner: str, skip: Skip) -> None:
         )
 
 
+def check_estimator(owner: str, estimator: Any) -> None:
+    """Refuse a name, or a class, where an estimator is meant."""
+    if isinstance(estimator, str):
+        raise TypeError(
+            f"{owner} takes an estimator itself, got its name {estimator!r}. "
+            "Pass one of metafop.hypergradients, such as metafop.hypergradients.adjoint."
+        )
+    validation.instance(owner, "an estimator", estimator)
+    if not callable(estimator):
+        raise TypeError(
+            f"{owner} takes an estimator, got {estimator!r}. Pass one such as metafop.hypergradients.adjoint."
+        )
+
+
 def horizon(training: Trains, meta: Meta, carry: Any, batches: Batches) -> int:
     """Return T, the number of steps, or refuse what cannot be unrolled."""
     if not hasattr(batches, "__len__") or not hasattr(batches, "__getitem__"):

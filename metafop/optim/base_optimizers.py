@@ -54,7 +54,7 @@ def hyper(pure: Pure | None, settings: Group, lr: float | Tensor | dict, dtype: 
     beta1, beta2 = settings["betas"]
     # Adam's weight decay is part of the direction (`effective_direction` below), AdamW's is not.
     decoupled = decay if settings["decoupled_weight_decay"] else 0.0
-    return AdamHyper(tensor(lr), tensor(beta1), tensor(beta2), tensor(settings["eps"]), tensor(decoupled))
+    return AdamHyper(tensor(lr), (tensor(beta1), tensor(beta2)), tensor(settings["eps"]), tensor(decoupled))
 
 
 @lru_cache(maxsize=64)

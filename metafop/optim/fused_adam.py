@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metafop.optimizers import AdamHyper
+
 
 def suits(values: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     """Return whether the kernel can be given these; not in float64, where bits are those of `Online`."""
@@ -20,6 +22,13 @@ def suits(values: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
         and value.is_contiguous()
         for value, grad in zip(values, grads, strict=True)
     )
+
+
+def numbers(hyper: AdamHyper) -> dict[str, Any]:
+    """Return hyperparameters as the kernel takes them."""
+    beta1, beta2 = hyper.betas
+    tensors = {"lr": hyper.lr, "beta1": beta1, "beta2": beta2, "eps": hyper.eps}
+    return {k: x.item() for k, x in (tensors | {"weight_decay": hyper.weight_decay}).items()}  # pyright: ignore
 
 
 def update(

@@ -18,7 +18,6 @@ from metafop.optimizers import Positive, Unit
 from metafop.safeguards import largest_change
 
 _DOMAINS = {"lr": Positive(), "momentum": Unit()}
-_FIELDS = {"lr": "lr", "momentum": "decay"}  # what the pure optimizers call them
 
 
 def learn(step: GroupStep, meta: MetaOptimizer) -> None:
@@ -73,9 +72,9 @@ def _move(step: GroupStep, params: list[ParamStep], meta: MetaOptimizer) -> None
     derivatives = [_derivative(step, one, hyper, cotangents) for one in params]
     names, leaves, grads = step.rule.learned_settings, [], []
     for name in names:
-        keys, field = state.setting_keys(name, meta.states), _FIELDS[name]
-        h = torch.stack([getattr(d, field) for d in derivatives]).sum()
-        h = _DOMAINS[name].chain(getattr(hyper, field), h)
+        keys = state.setting_keys(name, meta.states)
+        h = torch.stack([getattr(d, name) for d in derivatives]).sum()
+        h = _DOMAINS[name].chain(getattr(hyper, name), h)
         leaves.append(Leaf(step.entries[keys.offset], [step.entries[key] for key in keys.states]))
         grads.append(h)
     if step.group["scale_free"]:

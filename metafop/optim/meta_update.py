@@ -83,7 +83,7 @@ class MetaOptimizer:
         key = (lr, like.dtype, like.device)
         if self._last_hyper[0] != key:
             hyper = self.optimizer.hyper(lr=lr)
-            numbers = {name: x.item() for name, x in hyper._asdict().items()}
+            numbers = fused_adam.numbers(hyper) if type(self.optimizer) is Adam else {}
             tensors = tree.map(lambda x: x.to(dtype=like.dtype, device=like.device), hyper)
             self._last_hyper = key, _Hyper(numbers, tensors)
         return self._last_hyper[1]

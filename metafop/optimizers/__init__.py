@@ -1,7 +1,9 @@
 """Pure update rules: every hyperparameter is an argument, and can be learned."""
 
 from metafop.optimizers.adam import Adam, AdamHyper, AdamState
-from metafop.optimizers.hyper import Free, Positive, Unit, fitted
+from metafop.optimizers.completion import ByAutograd, completed
+from metafop.optimizers.domains import Free, Positive, Unit
+from metafop.optimizers.hyper import fitted, named_tuple
 from metafop.optimizers.momentum import Momentum, MomentumHyper
 from metafop.optimizers.reversible import ReversibleMomentum, ReversibleState
 from metafop.optimizers.scheduled import Scheduled, ScheduledState
@@ -12,6 +14,7 @@ __all__ = [
     "Adam",
     "AdamHyper",
     "AdamState",
+    "ByAutograd",
     "Free",
     "Momentum",
     "MomentumHyper",
@@ -22,5 +25,7 @@ __all__ = [
     "Scheduled",
     "ScheduledState",
     "Unit",
+    "completed",
     "fitted",
+    "named_tuple",
 ]

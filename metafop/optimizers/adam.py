@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.optimizers.hyper import Positive, Unit, Value, alike, at, collect, tensors
-from metafop.types import Domain, Params
+from metafop.optimizers.domains import Positive, Unit
+from metafop.optimizers.hyper import Value, alike, at, collect, tensors
+from metafop.types import Domains, Params
 
 
 class AdamHyper(NamedTuple):
     lr: Tensor | dict[str, Tensor]
-    beta1: Tensor | dict[str, Tensor]
-    beta2: Tensor | dict[str, Tensor]
+    betas: tuple[Tensor | dict[str, Tensor], Tensor | dict[str, Tensor]]
     eps: Tensor | dict[str, Tensor]
     weight_decay: Tensor | dict[str, Tensor]
 
@@ -44,8 +44,9 @@ class Adam:
     m' = β1 m + (1 - β1) d,    v' = β2 v + (1 - β2) d²,    m̂ = m' / (1 - β1ᵗ),    v̂ = v' / (1 - β2ᵗ)
     θ' = θ (1 - lr weight_decay) - lr m̂ / (√v̂ + eps)
 
-    Where v̂ is exactly zero the derivative of its root is taken as zero: it is infinite, and would turn the
-    zero that it multiplies into NaN.
+    `hyper` takes `lr`, `betas` (0.9, 0.999), `eps` (1e-8) and `weight_decay` (0), each a number, or a dict by
+    pattern of parameter names. Where v̂ is exactly zero the derivative of its root is taken as zero: it is
+    infinite, and would turn the zero that it multiplies into NaN.
 
     >>> adam, params, direction = Adam(), {"w": torch.zeros(2)}, {"w": torch.tensor([3.0, 0.0])}
     >>> params, state = adam.update(adam.hyper(lr=0.1), params, adam.init(params), direction)
@@ -54,11 +55,10 @@ class Adam:
     """
 
     @property
-    def domains(self) -> dict[str, Domain]:
+    def domains(self) -> Domains:
         return {
             "lr": Positive(),
-            "beta1": Unit(),
-            "beta2": Unit(),
+            "betas": (Unit(), Unit()),
             "eps": Positive(zero=False),
             "weight_decay": Positive(),
         }
@@ -66,12 +66,11 @@ class Adam:
     def hyper(
         self,
         lr: Value,
-        beta1: Value = 0.9,
-        beta2: Value = 0.999,
+        betas: tuple[Value, Value] = (0.9, 0.999),
         eps: Value = 1e-8,
         weight_decay: Value = 0.0,
     ) -> AdamHyper:
-        values = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         return AdamHyper(*tensors(self, self.domains, values))
 
     def init(self, params: Params) -> AdamState:
@@ -104,7 +103,7 @@ class Adam:
         d_lr, d_beta1, d_beta2, d_eps, d_weight_decay, d_direction = {}, {}, {}, {}, {}, {}
         for k, c in cotangent.items():
             part, q, p = self._parts(hyper, k, opt, direction[k]), direction[k], params[k]
-            lr, beta1, beta2 = at(hyper.lr, k), at(hyper.beta1, k), at(hyper.beta2, k)
+            lr, beta1, beta2 = at(hyper.lr, k), *_betas(hyper, k)
             d_ahead = -lr * c / part.denominator
             d_root = -d_ahead * part.ahead / part.denominator
             d_hat = d_root * _reciprocal(2 * part.root)
@@ -121,8 +120,7 @@ class Adam:
             d_direction[k] = d_ahead * ((1 - beta1) / part.c1) + d_hat * q * (2 * (1 - beta2) / part.c2)
         d_hyper = AdamHyper(
             collect(hyper.lr, d_lr),
-            collect(hyper.beta1, d_beta1),
-            collect(hyper.beta2, d_beta2),
+            (collect(hyper.betas[0], d_beta1), collect(hyper.betas[1], d_beta2)),
             collect(hyper.eps, d_eps),
             collect(hyper.weight_decay, d_weight_decay),
         )
@@ -133,8 +131,8 @@ class Adam:
 
     def credit(self, hyper: AdamHyper, memory: Params, grads: Params) -> tuple[Params, Params]:
         """u' = β1 u + (1 - β1) g, credit u' / (1 - β1): the first moment's gradients (docs/math.md, 13)."""
-        memory = {k: torch.addcmul(u, 1 - at(hyper.beta1, k), grads[k] - u) for k, u in memory.items()}
-        return {k: u / (1 - at(hyper.beta1, k)) for k, u in memory.items()}, memory
+        memory = {k: torch.addcmul(u, 1 - at(hyper.betas[0], k), grads[k] - u) for k, u in memory.items()}
+        return {k: u / (1 - at(hyper.betas[0], k)) for k, u in memory.items()}, memory
 
     def toward(
         self, hyper: AdamHyper, params: Params, opt: AdamState, direction: Params, cotangent: Params
@@ -147,13 +145,13 @@ class Adam:
         """Return `toward`, given the state after the step instead of what led to it."""
         result = {}
         for k, c in cotangent.items():
-            beta1, beta2 = at(hyper.beta1, k), at(hyper.beta2, k)
+            beta1, beta2 = _betas(hyper, k)
             denominator = _root(opt.square[k] / (1 - beta2**opt.time)) + at(hyper.eps, k)
             result[k] = -at(hyper.lr, k) * c / denominator * ((1 - beta1) / (1 - beta1**opt.time))
         return result
 
     def _parts(self, hyper: AdamHyper, k: str, opt: AdamState, d: Tensor) -> _Parts:
-        beta1, beta2, t = at(hyper.beta1, k), at(hyper.beta2, k), opt.time + 1
+        beta1, beta2, t = *_betas(hyper, k), opt.time + 1
         c1, c2 = 1 - beta1**t, 1 - beta2**t
         wide = torch.promote_types(d.dtype, torch.float32)  # in half precision eps would round to zero
         d, old_mean, old_square = d.to(wide), opt.mean[k].to(wide), opt.square[k].to(wide)
@@ -161,6 +159,10 @@ class Adam:
         square = torch.addcmul(beta2 * old_square, (1 - beta2) * d, d)
         root = _root(square / c2)
         return _Parts(mean, square, mean / c1, root, root + at(hyper.eps, k), c1, c2)
+
+
+def _betas(hyper: AdamHyper, k: str) -> tuple[Tensor, Tensor]:
+    return at(hyper.betas[0], k), at(hyper.betas[1], k)
 
 
 def _root(x: Tensor) -> Tensor:

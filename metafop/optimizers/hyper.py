@@ -1,159 +1,145 @@
-"""What a hyperparameter is: a number or a schedule, one or one per parameter, learned in a coordinate."""
+"""What a hyperparameter is: a number, a schedule, or a tuple of these; one for all, or one a pattern."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import reduce
+import inspect
+from collections import namedtuple
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, reduce
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from metafop import tree
-from metafop.types import Domain, Optimizer
+from metafop import patterns, tree
+from metafop.optimizers.domains import Timed
+from metafop.types import CompleteOptimizer, Domain, Domains, Optimizer
 
-Value = float | Tensor | Mapping[str, float | Tensor]
-
-
-@dataclass(frozen=True)
-class Positive:
-    """x ≥ 0 (or x > 0, where `zero` is not allowed), learned as z = log x (docs/math.md, 9)."""
-
-    zero: bool = True
-
-    @property
-    def says(self) -> str:
-        return "of zero or more" if self.zero else "above zero"
-
-    def holds(self, value: float) -> bool:
-        return self.inside(value) or (self.zero and value == 0)
-
-    def inside(self, value: float) -> bool:
-        return 0 < value < math.inf
-
-    def coordinate(self, value: Tensor) -> Tensor:
-        return value.log()
-
-    def chain(self, value: Tensor, derivative: Tensor) -> Tensor:
-        """dx/dz = x."""
-        return value * derivative
-
-    def moved(self, value: Tensor, old: Tensor, new: Tensor) -> Tensor:
-        """x(z + δ) = x exp δ: no change leaves every bit as it was. It does not underflow to zero."""
-        return (value * (new - old).exp()).clamp(min=torch.finfo(value.dtype).tiny)
+# A number, a schedule of numbers, or a dict of these by pattern of parameter names.
+Value = float | Tensor | Sequence[float] | Mapping[str, float | Tensor | Sequence[float]]
 
 
-@dataclass(frozen=True)
-class Unit:
-    """0 ≤ x < 1, learned as z = logit x = log(x / (1 - x)) (docs/math.md, 9)."""
-
-    @property
-    def says(self) -> str:
-        return "from 0 to below 1"
-
-    def holds(self, value: float) -> bool:
-        return 0 <= value < 1
-
-    def inside(self, value: float) -> bool:
-        return 0 < value < 1
-
-    def coordinate(self, value: Tensor) -> Tensor:
-        return value.logit()
-
-    def chain(self, value: Tensor, derivative: Tensor) -> Tensor:
-        """dx/dz = x (1 - x)."""
-        return value * (1 - value) * derivative
-
-    def moved(self, value: Tensor, old: Tensor, new: Tensor) -> Tensor:
-        """x(z + δ) = x + x (1 - x) e / (1 + x e), e = exp δ - 1: no change leaves every bit as it was.
-
-        It does not round to zero or to one.
-        """
-        limits = torch.finfo(value.dtype)
-        e = torch.expm1((new - old).clamp(max=50.0))
-        moved = value + value * (1 - value) * e / (1 + value * e)
-        return moved.clamp(min=limits.tiny, max=1 - limits.eps)
+def named_tuple(names: Iterable[str], values: Iterable[Any]) -> Any:
+    """Return a NamedTuple with these names. Those of the same names are of one class, in every process."""
+    return _class(tuple(names))(*values)
 
 
-@dataclass(frozen=True)
-class Free:
-    """Any x, learned as it is."""
-
-    @property
-    def says(self) -> str:
-        return "of any size"
-
-    def holds(self, value: float) -> bool:
-        return math.isfinite(value)
-
-    def inside(self, value: float) -> bool:
-        return math.isfinite(value)
-
-    def coordinate(self, value: Tensor) -> Tensor:
-        return value
-
-    def chain(self, value: Tensor, derivative: Tensor) -> Tensor:
-        return derivative
-
-    def moved(self, value: Tensor, old: Tensor, new: Tensor) -> Tensor:
-        return new
+@cache
+def _class(names: tuple[str, ...]) -> Any:
+    made: Any = namedtuple("Hyper", names)
+    made.__reduce__ = lambda self: (named_tuple, (self._fields, tuple(self)))
+    return made
 
 
-@dataclass(frozen=True)
-class Timed:
-    """A schedule: x_0 … x_(T-1) along a time axis, each in the same `domain`, learned in its coordinate."""
-
-    domain: Domain
-
-    @property
-    def says(self) -> str:
-        return self.domain.says
-
-    def holds(self, value: float) -> bool:
-        return self.domain.holds(value)
-
-    def inside(self, value: float) -> bool:
-        return self.domain.inside(value)
-
-    def coordinate(self, value: Tensor) -> Tensor:
-        return self.domain.coordinate(value)
-
-    def chain(self, value: Tensor, derivative: Tensor) -> Tensor:
-        return self.domain.chain(value, derivative)
-
-    def moved(self, value: Tensor, old: Tensor, new: Tensor) -> Tensor:
-        return self.domain.moved(value, old, new)
+def made(optimizer: CompleteOptimizer, values: Mapping[str, Any]) -> Any:
+    """Return the hyperparameters of an optimizer, or refuse names that it does not have, or needs."""
+    known, given = list(optimizer.domains), ", ".join(values)
+    if others := [name for name in values if name not in known]:
+        elsewhere = {_ELSEWHERE[name] for name in others if name in _ELSEWHERE}
+        hint = f" {' or '.join(sorted(elsewhere))} has what you ask for." if elsewhere else ""
+        raise TypeError(
+            f"{optimizer} has the hyperparameters {', '.join(known)}, got {', '.join(others)}. "
+            f"Pass some of the former by name.{hint}"
+        )
+    arguments = inspect.signature(optimizer.hyper).parameters.values()
+    needed = [each.name for each in arguments if each.default is each.empty and each.kind != each.VAR_KEYWORD]
+    if missing := [name for name in needed if name not in values]:
+        raise TypeError(
+            f"{optimizer} needs a value for {', '.join(missing)}, got {given or 'none'}. "
+            f"Pass {', '.join(f'{name}=...' for name in missing)}."
+        )
+    return optimizer.hyper(**values)
 
 
-def tensors(owner: object, domains: Mapping[str, Domain], values: Mapping[str, Value]) -> list[Tensor | dict]:
-    """Return the values as float64 scalars and schedules, or dicts of them by name, each checked."""
+_ELSEWHERE = {
+    "momentum": "Momentum()",
+    "betas": "Adam()",
+    "eps": "Adam()",
+    "nesterov": "Momentum(nesterov=True)",
+}
 
-    def tensor(name: str, value: float | Tensor) -> Tensor:
-        if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
-            raise TypeError(
-                f"{owner}.hyper takes a number for {name}, got {value!r}. "
-                "Pass a float, a scalar tensor, or a dict of these by parameter name."
+
+def tensors(owner: object, domains: Domains, values: Mapping[str, Any]) -> list[Any]:
+    """Return the values as float64 scalars or schedules, in tuples, in dicts by pattern, each checked."""
+    return [_parsed(owner, name, value, domains[name]) for name, value in values.items()]
+
+
+def _parsed(owner: object, name: str, value: Any, domain: Domain | tuple[Domain, ...]) -> Any:
+    if isinstance(domain, tuple):
+        return tuple(
+            _parsed(owner, f"{name}[{i}]", each, part)
+            for i, (each, part) in enumerate(
+                zip(_parts(owner, name, value, len(domain)), domain, strict=True)
             )
-        made = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        domain = domains[name.split("[")[0]]
-        _check_shape(owner, name, made, domain)
-        if not made.is_floating_point():
-            raise TypeError(f"{owner}.hyper takes a floating-point {name}, got {made.dtype}. Pass a float.")
-        for place, number in extremes(name, made):
-            if not domain.holds(number):
-                raise ValueError(
-                    f"{owner}.hyper takes {place} {domain.says}, got {number:g}. Pass a value in that range."
-                )
-        return made
+        )
+    if isinstance(value, Mapping):
+        return {key: _tensor(owner, f"{name}[{key!r}]", each, domain) for key, each in value.items()}
+    return _tensor(owner, name, value, domain)
 
-    made = {
-        name: {key: tensor(f"{name}[{key!r}]", v) for key, v in value.items()}
-        if isinstance(value, Mapping)
-        else tensor(name, value)
-        for name, value in values.items()
-    }
-    _check_lengths(owner, {name: made[name] for name in made if isinstance(domains[name], Timed)})
-    return list(made.values())
+
+def _parts(owner: object, name: str, value: Any, count: int) -> list[Any]:
+    """Return the parts of a tuple such as betas, given as one, or as one for each pattern."""
+    if isinstance(value, Mapping):
+        by_pattern = {key: _parts(owner, f"{name}[{key!r}]", each, count) for key, each in value.items()}
+        return [{key: parts[i] for key, parts in by_pattern.items()} for i in range(count)]
+    if not isinstance(value, tuple | list) or len(value) != count:
+        raise TypeError(
+            f"{owner} takes {count} values for {name}, got {value!r}. Pass a tuple of {count}, each "
+            "a number, a tensor, or a dict of these by parameter name."
+        )
+    return list(value)
+
+
+def _tensor(owner: object, name: str, value: Any, domain: Domain) -> Tensor:
+    made = (
+        _schedule(owner, name, value, domain.steps)
+        if isinstance(domain, Timed)
+        else _scalar(owner, name, value)
+    )
+    if not made.is_floating_point():
+        raise TypeError(f"{owner} takes a floating-point {name}, got {made.dtype}. Pass a float.")
+    for place, number in extremes(name, made):
+        if not domain.holds(number):
+            raise ValueError(
+                f"{owner} takes {place} {domain.says}, got {number:g}. Pass a value in that range."
+            )
+    return made
+
+
+def _scalar(owner: object, name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor) and not _is_number(value):
+        raise TypeError(
+            f"{owner} takes a number for {name}, got {value!r}. Pass a float, a scalar tensor, or a dict of "
+            "these by parameter name; for a schedule, wrap the optimizer in Scheduled."
+        )
+    if isinstance(value, Tensor) and value.dim() != 0:
+        raise ValueError(
+            f"{owner} takes a scalar {name}, got a tensor of shape {tuple(value.shape)}. "
+            "For a value per parameter pass a dict by name; for a sweep, vmap over the field; "
+            "for a schedule, wrap the optimizer in Scheduled."
+        )
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def _schedule(owner: object, name: str, value: Any, steps: int) -> Tensor:
+    """Return a schedule of so many entries: a value repeated, or one that is given."""
+    given = value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+    if not isinstance(value, Tensor) and not all(map(_is_number, given)):
+        raise TypeError(
+            f"{owner} takes numbers for {name}, got {value!r}. Pass a number, a list of them, or a tensor."
+        )
+    schedule = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    if schedule.dim() == 0:
+        return schedule.repeat(steps)
+    if schedule.dim() > 1 or len(schedule) != steps:
+        raise ValueError(
+            f"{owner} takes {steps} entries for {name}, got a tensor of shape {tuple(schedule.shape)}. "
+            f"Pass one entry for each step, or Scheduled(..., steps={len(schedule)})."
+        )
+    return schedule
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool)
 
 
 def extremes(name: str, value: Tensor) -> list[tuple[str, float]]:
@@ -171,52 +157,40 @@ def extremes(name: str, value: Tensor) -> list[tuple[str, float]]:
     return found
 
 
-def _check_shape(owner: object, name: str, value: Tensor, domain: Domain) -> None:
-    if not isinstance(domain, Timed) and value.dim() != 0:
-        raise ValueError(
-            f"{owner}.hyper takes a scalar {name}, got a tensor of shape {tuple(value.shape)}. "
-            "For a value per parameter pass a dict by name; for a sweep, vmap over the field; "
-            "for a schedule, wrap the optimizer in Scheduled."
-        )
-    if isinstance(domain, Timed) and (value.dim() != 1 or not len(value)):
-        raise ValueError(
-            f"{owner}.hyper takes a schedule of one or more entries for {name}, got a tensor of shape "
-            f"{tuple(value.shape)}. Make it with {owner}.hyper(hyper, steps)."
-        )
-
-
-def _check_lengths(owner: object, schedules: Mapping[str, Tensor | dict[str, Tensor]]) -> None:
-    lengths = {name: len(schedule) for name, schedule in tree.named(schedules).items()}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(
-            f"{owner} takes schedules of one length, got entries for {lengths} steps. "
-            "Repeat the last entry of the shorter ones: it would be held anyway."
-        )
-
-
 def check_fields(optimizer: Optimizer, hyper: Any) -> None:
     """Refuse what is not made for this optimizer."""
     fields = getattr(hyper, "_fields", ())
     if set(fields) != set(optimizer.domains):
         raise TypeError(
             f"{optimizer} takes the hyperparameters {list(optimizer.domains)}, "
-            f"got {type(hyper).__name__} with {list(fields)}. Make them with {optimizer}.hyper(...)."
+            f"got {type(hyper).__name__} with {list(fields)}. "
+            "Let its method hyper return these, or leave that method out."
         )
 
 
-def fitted(optimizer: Optimizer, hyper: Any, moves: dict[str, Tensor]) -> Any:
-    """Return `hyper` as precise as what the optimizer moves, and on its device, checked against both."""
+def fitted(optimizer: CompleteOptimizer, values: Mapping[str, Any], moves: dict[str, Tensor]) -> Any:
+    """Return hyperparameters in the precision and on the device of what the optimizer moves."""
+    hyper = made(optimizer, values)
     check_fields(optimizer, hyper)
     hyper = type(hyper)(*tensors(optimizer, optimizer.domains, hyper._asdict()))
     for field, value in hyper._asdict().items():
-        if isinstance(value, dict) and value.keys() != moves.keys():
-            raise ValueError(
-                f"{optimizer} got a {field} for {sorted(value)}, but moves {sorted(moves)}. "
-                "Give one value for each of these, or one scalar for all."
-            )
+        for each in value if isinstance(value, tuple) else (value,):
+            _check_patterns(optimizer, field, each, moves)
     device = next(iter(moves.values())).device
     dtype = reduce(torch.promote_types, [x.dtype for x in moves.values()], torch.float32)
     return tree.map(lambda x: x.to(device=device, dtype=dtype), hyper)
+
+
+def _check_patterns(optimizer: Optimizer, field: str, value: Any, moves: dict[str, Tensor]) -> None:
+    """Refuse a dict that leaves something without a value, or has a value for nothing."""
+    if not isinstance(value, dict):
+        return
+    left = [name for name in moves if patterns.first(tuple(value), name) is None]
+    if left or patterns.unused(value, moves):
+        raise ValueError(
+            f"{optimizer} got a {field} for {list(value)}, but moves {sorted(moves)}. Give one "
+            "value for each of these, by name or by pattern ('encoder.*', '*' for the rest), or one for all."
+        )
 
 
 def alike(new: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -226,7 +200,11 @@ def alike(new: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def at(value: Tensor | dict[str, Tensor], name: str) -> Tensor:
     """Return the value for the parameter `name`."""
-    return value[name] if isinstance(value, dict) else value
+    return value[_key(value, name)] if isinstance(value, dict) else value
+
+
+def _key(value: dict[str, Tensor], name: str) -> Any:
+    return name if name in value else patterns.first(tuple(value), name)
 
 
 def negative(value: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
@@ -235,4 +213,13 @@ def negative(value: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
 
 def collect(value: Tensor | dict[str, Tensor], by_name: dict[str, Tensor]) -> Tensor | dict[str, Tensor]:
     """Return the derivative in `value`, given that in each `at(value, name)`: the transpose of `at`."""
-    return by_name if isinstance(value, dict) else torch.stack(list(by_name.values())).sum()
+    if not isinstance(value, dict):
+        return torch.stack(list(by_name.values())).sum()
+    parts: dict[str, list[Tensor]] = {key: [] for key in value}
+    for name, x in by_name.items():
+        parts[_key(value, name)].append(x)
+    return {key: _sum(each) if each else torch.zeros_like(value[key]) for key, each in parts.items()}
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()

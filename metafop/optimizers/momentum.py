@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.optimizers.hyper import Positive, Unit, Value, alike, at, collect, negative, tensors
-from metafop.types import Domain, Params
+from metafop.optimizers.domains import Positive, Unit
+from metafop.optimizers.hyper import Value, alike, at, collect, negative, tensors
+from metafop.types import Domains, Params
 
 
 class MomentumHyper(NamedTuple):
     lr: Tensor | dict[str, Tensor]
-    decay: Tensor | dict[str, Tensor]
+    momentum: Tensor | dict[str, Tensor]
     weight_decay: Tensor | dict[str, Tensor]
 
 
@@ -21,12 +22,14 @@ class MomentumHyper(NamedTuple):
 class Momentum:
     """Heavy-ball momentum (Polyak, 1964), as in `torch.optim.SGD` without dampening.
 
-    e = d + weight_decay θ,    v' = decay v + e,    θ' = θ - lr v'    (`nesterov`: θ' = θ - lr (e + decay v'))
+    e = d + weight_decay θ,    v' = momentum v + e,    θ' = θ - lr v'
+    with `nesterov` (False)                            θ' = θ - lr (e + momentum v')
 
+    `hyper` takes `lr`, `momentum` (0.9) and `weight_decay` (0), each a number, or a dict by pattern of names.
     Its state is the velocity v. Zeros as the first velocity give torch's trajectory: no first-step branch.
 
     >>> ball, params, ones = Momentum(), {"w": torch.zeros(1)}, {"w": torch.ones(1)}
-    >>> hyper, velocity = ball.hyper(lr=0.1, decay=0.5), ball.init(params)
+    >>> hyper, velocity = ball.hyper(lr=0.1, momentum=0.5), ball.init(params)
     >>> for _ in range(2):
     ...     params, velocity = ball.update(hyper, params, velocity, ones)
     >>> params["w"], velocity["w"]
@@ -36,11 +39,11 @@ class Momentum:
     nesterov: bool = False
 
     @property
-    def domains(self) -> dict[str, Domain]:
-        return {"lr": Positive(), "decay": Unit(), "weight_decay": Positive()}
+    def domains(self) -> Domains:
+        return {"lr": Positive(), "momentum": Unit(), "weight_decay": Positive()}
 
-    def hyper(self, lr: Value, decay: Value = 0.9, weight_decay: Value = 0.0) -> MomentumHyper:
-        values = {"lr": lr, "decay": decay, "weight_decay": weight_decay}
+    def hyper(self, lr: Value, momentum: Value = 0.9, weight_decay: Value = 0.0) -> MomentumHyper:
+        values = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         return MomentumHyper(*tensors(self, self.domains, values))
 
     def init(self, params: Params) -> Params:
@@ -56,9 +59,9 @@ class Momentum:
     def pullback(
         self, hyper: MomentumHyper, params: Params, opt: Params, direction: Params, cotangent: Params
     ) -> tuple[MomentumHyper, Params]:
-        """∂d = -lr c,  ∂decay = -lr ⟨c, v⟩  (docs/math.md, 6).
+        """∂d = -lr c,  ∂momentum = -lr ⟨c, v⟩  (docs/math.md, 6).
 
-        With `nesterov`: ∂d = -lr (1 + decay) c,  ∂decay = -lr ⟨c, v' + decay v⟩.
+        With `nesterov`: ∂d = -lr (1 + momentum) c,  ∂momentum = -lr ⟨c, v' + momentum v⟩.
         """
         velocity, ahead = self._moves(hyper, params, opt, direction)
         toward = self.toward(hyper, params, opt, direction, cotangent)
@@ -66,15 +69,15 @@ class Momentum:
         d_weight_decay = {k: tree.dot(t, params[k]) for k, t in toward.items()}
         d_ahead = {k: -at(hyper.lr, k) * c for k, c in cotangent.items()}
         if self.nesterov:
-            d_decay = {
-                k: tree.dot(a, torch.addcmul(velocity[k], at(hyper.decay, k), opt[k]))
+            d_momentum = {
+                k: tree.dot(a, torch.addcmul(velocity[k], at(hyper.momentum, k), opt[k]))
                 for k, a in d_ahead.items()
             }
         else:
-            d_decay = {k: tree.dot(a, opt[k]) for k, a in d_ahead.items()}
+            d_momentum = {k: tree.dot(a, opt[k]) for k, a in d_ahead.items()}
         d_hyper = MomentumHyper(
             collect(hyper.lr, d_lr),
-            collect(hyper.decay, d_decay),
+            collect(hyper.momentum, d_momentum),
             collect(hyper.weight_decay, d_weight_decay),
         )
         return d_hyper, toward
@@ -83,12 +86,15 @@ class Momentum:
         return tree.zeros_like(params)
 
     def credit(self, hyper: MomentumHyper, memory: Params, grads: Params) -> tuple[Params, Params]:
-        """u' = decay u + g; credit u', or (g + decay u') / (1 + decay) with `nesterov` (docs/math.md, 12)."""
-        memory = {k: torch.addcmul(grads[k], at(hyper.decay, k), u) for k, u in memory.items()}
+        """u' = momentum u + g; credit u', or with `nesterov` (g + momentum u') / (1 + momentum).
+
+        (docs/math.md, 12)
+        """
+        memory = {k: torch.addcmul(grads[k], at(hyper.momentum, k), u) for k, u in memory.items()}
         if not self.nesterov:
             return memory, memory
         credit = {
-            k: torch.addcmul(g, at(hyper.decay, k), memory[k]) / (1 + at(hyper.decay, k))
+            k: torch.addcmul(g, at(hyper.momentum, k), memory[k]) / (1 + at(hyper.momentum, k))
             for k, g in grads.items()
         }
         return credit, memory
@@ -102,7 +108,7 @@ class Momentum:
         """Return `toward`, given the state after the step instead of what led to it."""
         gain = negative(hyper.lr)
         if self.nesterov:
-            return {k: at(gain, k) * (1 + at(hyper.decay, k)) * c for k, c in cotangent.items()}
+            return {k: at(gain, k) * (1 + at(hyper.momentum, k)) * c for k, c in cotangent.items()}
         return {k: at(gain, k) * c for k, c in cotangent.items()}
 
     def _moves(
@@ -110,8 +116,8 @@ class Momentum:
     ) -> tuple[Params, Params]:
         """Return v' and what θ moves along. Products and sums in torch.optim's order, for its bits."""
         decayed = {k: torch.addcmul(d, at(hyper.weight_decay, k), params[k]) for k, d in direction.items()}
-        velocity = {k: at(hyper.decay, k) * v + decayed[k] for k, v in velocity.items()}
+        velocity = {k: at(hyper.momentum, k) * v + decayed[k] for k, v in velocity.items()}
         if not self.nesterov:
             return velocity, velocity
-        ahead = {k: torch.addcmul(e, at(hyper.decay, k), velocity[k]) for k, e in decayed.items()}
+        ahead = {k: torch.addcmul(e, at(hyper.momentum, k), velocity[k]) for k, e in decayed.items()}
         return velocity, ahead

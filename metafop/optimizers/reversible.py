@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.optimizers.hyper import Positive, Unit, Value, at, tensors
+from metafop.optimizers.domains import Positive, Unit
+from metafop.optimizers.hyper import Value, at, tensors
 from metafop.optimizers.momentum import Momentum, MomentumHyper
-from metafop.types import Domain, Params
+from metafop.types import Domains, Params
 
 
 class ReversibleState(NamedTuple):
     """The velocity, a whole number of units of 2^-bits in float64; in such units, `rest`, what the position
-    has beyond the precision of the parameters; and `store`, the remainders that decay has left so far.
+    has beyond the precision of the parameters; and `store`, the remainders that momentum has left so far.
     """
 
     velocity: Params
@@ -26,23 +27,23 @@ class ReversibleState(NamedTuple):
 class ReversibleMomentum:
     """Heavy-ball momentum that loses no information (Maclaurin, Duvenaud & Adams, 2015).
 
-    v' = decay v + d + weight_decay θ,    θ' = θ - lr v'
+    v' = momentum v + d + weight_decay θ,    θ' = θ - lr v'
 
     in whole numbers of units of 2^-bits. The gradient and lr v' are rounded before they are added, so that
-    the same roundings undo them. decay is a fraction n/m: what v has beyond a multiple of m goes into a store
-    of whole numbers, which fills it up beyond a multiple of n.
+    the same roundings undo them. momentum is a fraction n/m: what v has beyond a multiple of m goes into a
+    store of whole numbers, which fills it up beyond a multiple of n.
 
     store ← store m + v mod m,    v ← ⌊v/m⌋ n + store mod n,    store ← ⌊store/n⌋
 
     The same with n and m exchanged undoes it. The store grows by log₂(m/n) bits a step, .152 at 9/10. Before
     it would overflow 63 bits it starts from zero again: to undo that step takes what `emptied` returned then.
 
-    decay is rounded to a multiple of 1/denominator within (0, 1). Values are exact up to ±2^(52 - bits), and
-    not a number beyond. Derivatives are those of momentum with these values: a rounding has derivative 1.
+    momentum is rounded to a multiple of 1/denominator within (0, 1). Values are exact up to ±2^(52 - bits),
+    and not a number beyond. Derivatives are those of momentum with these values: a rounding has derivative 1.
     (docs/math.md, 24)
 
     >>> ball, params, ones = ReversibleMomentum(), {"w": torch.tensor([0.3])}, {"w": torch.ones(1)}
-    >>> hyper, opt = ball.hyper(lr=0.1, decay=0.5), ball.init(params)
+    >>> hyper, opt = ball.hyper(lr=0.1, momentum=0.5), ball.init(params)
     >>> after, moved = ball.update(hyper, params, opt, ones)
     >>> after["w"], moved.velocity["w"]
     (tensor([0.2000]), tensor([1.], dtype=torch.float64))
@@ -63,19 +64,19 @@ class ReversibleMomentum:
         if not 2 <= self.denominator <= 2**self.bits:
             raise ValueError(
                 f"ReversibleMomentum takes a denominator from 2 to 2^{self.bits}, got {self.denominator}. "
-                "Pass 1000 for decays of three decimals."
+                "Pass 1000 for a momentum of three decimals."
             )
 
     @property
-    def domains(self) -> dict[str, Domain]:
-        return {"lr": Positive(), "decay": Unit(), "weight_decay": Positive()}
+    def domains(self) -> Domains:
+        return {"lr": Positive(), "momentum": Unit(), "weight_decay": Positive()}
 
-    def hyper(self, lr: Value, decay: Value = 0.9, weight_decay: Value = 0.0) -> MomentumHyper:
-        values = {"lr": lr, "decay": decay, "weight_decay": weight_decay}
+    def hyper(self, lr: Value, momentum: Value = 0.9, weight_decay: Value = 0.0) -> MomentumHyper:
+        values = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         hyper = MomentumHyper(*tensors(self, self.domains, values))
-        if any(tree.is_concrete(x) and x == 0 for x in tree.leaves(hyper.decay)):
+        if any(tree.is_concrete(x) and x == 0 for x in tree.leaves(hyper.momentum)):
             raise ValueError(
-                f"{self}.hyper takes a decay above 0, got 0, after which no velocity could be recovered. "
+                f"{self}.hyper takes a momentum above 0, got 0, after which no velocity could be recovered. "
                 "Pass a small one, or use SGD."
             )
         return hyper
@@ -92,11 +93,11 @@ class ReversibleMomentum:
     ) -> tuple[Params, ReversibleState]:
         new, velocity, rest, store = {}, {}, {}, {}
         for k, p in params.items():
-            n, m, decay = self._fraction(at(hyper.decay, k))
+            n, m, momentum = self._fraction(at(hyper.momentum, k))
             position = self._position(p, opt.rest[k])
             kept = torch.where(_full(opt.store[k], m), 0, opt.store[k])
             scaled, store[k] = self._scaled(opt.velocity[k], kept, n, m)
-            scaled = _through(scaled, decay * opt.velocity[k])
+            scaled = _through(scaled, momentum * opt.velocity[k])
             velocity[k] = self._within(scaled + self._force(hyper, k, position, direction))
             moved = self._within(position - self._move(hyper, k, velocity))
             new[k], rest[k] = self._split(moved, p)
@@ -120,17 +121,17 @@ class ReversibleMomentum:
         direction: Params,
         emptied: dict[str, Tensor],
     ) -> ReversibleState:
-        """v = (v' - d - weight_decay θ) / decay"""
+        """v = (v' - d - weight_decay θ) / momentum"""
         velocity, store = {}, {}
         for k, p in params.items():
-            n, m, _ = self._fraction(at(hyper.decay, k))
+            n, m, _ = self._fraction(at(hyper.momentum, k))
             scaled = opt.velocity[k] - self._force(hyper, k, self._position(p, opt.rest[k]), direction)
             velocity[k], kept = self._scaled(scaled, opt.store[k], m, n)
             store[k] = emptied.get(k, kept)
         return ReversibleState(velocity, opt.rest, store)
 
     def emptied(self, hyper: MomentumHyper, opt: ReversibleState) -> dict[str, Tensor]:
-        full = {k: _full(s, self._fraction(at(hyper.decay, k))[1]) for k, s in opt.store.items()}
+        full = {k: _full(s, self._fraction(at(hyper.momentum, k))[1]) for k, s in opt.store.items()}
         return {k: s for k, s in opt.store.items() if full[k]}
 
     def pullback(
@@ -147,9 +148,9 @@ class ReversibleMomentum:
         return _BALL.init_memory(params)
 
     def credit(self, hyper: MomentumHyper, memory: Params, grads: Params) -> tuple[Params, Params]:
-        """That of `Momentum`, with the decay as rounded."""
-        decay = tree.map(lambda x: self._fraction(x)[2].to(x.dtype), hyper.decay)
-        return _BALL.credit(MomentumHyper(hyper.lr, decay, hyper.weight_decay), memory, grads)
+        """That of `Momentum`, with the momentum as rounded."""
+        momentum = tree.map(lambda x: self._fraction(x)[2].to(x.dtype), hyper.momentum)
+        return _BALL.credit(MomentumHyper(hyper.lr, momentum, hyper.weight_decay), memory, grads)
 
     def toward(
         self,
@@ -161,13 +162,13 @@ class ReversibleMomentum:
     ) -> Params:
         return _BALL.toward(hyper, params, opt.velocity, direction, cotangent)
 
-    def _fraction(self, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return n and m, in lowest terms, for they disturb v by up to n units; and n/m as decay itself."""
-        nearest = (decay.detach().double() * self.denominator).round()
+    def _fraction(self, momentum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return n and m, in lowest terms, for they disturb v by up to n units; and n/m itself."""
+        nearest = (momentum.detach().double() * self.denominator).round()
         n = nearest.clamp(1, self.denominator - 1).to(torch.int64)
         common = torch.gcd(n, torch.full_like(n, self.denominator))
         n, m = n // common, self.denominator // common
-        return n, m, _through(n.double() / m, decay.double())
+        return n, m, _through(n.double() / m, momentum.double())
 
     def _force(self, hyper: MomentumHyper, name: str, position: Tensor, direction: Params) -> Tensor:
         return self._whole(direction[name].double() + at(hyper.weight_decay, name).double() * position)

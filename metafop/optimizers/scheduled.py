@@ -2,19 +2,17 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Real
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.optimizers.hyper import Timed, check_fields, tensors
-from metafop.types import Domain, Optimizer, Params, Reversible, Tree
-
-Schedule = float | Tensor | Sequence[float] | Mapping[str, float | Tensor | Sequence[float]]
+from metafop.optimizers.completion import completed
+from metafop.optimizers.domains import Timed
+from metafop.optimizers.hyper import made, tensors
+from metafop.types import CompleteOptimizer, Domain, Domains, Optimizer, Params, Reversible, Tree
 
 
 class ScheduledState(NamedTuple):
@@ -28,12 +26,16 @@ class Scheduled:
 
     hyper_t = hyper[min(t, T - 1)],    θ', opt' = optimizer(hyper_t, θ, opt, d),    t' = t + 1
 
-    Every entry is a hyperparameter and has a derivative; a dict by parameter name has a schedule for each.
+    Every entry is a hyperparameter and has a derivative; a dict by pattern of names has a schedule for each.
     It can be undone if what it wraps can. (docs/math.md, 25)
 
-    >>> scheduled, params, ones = Scheduled(SGD()), {"w": torch.zeros(1)}, {"w": torch.ones(1)}
-    >>> hyper = scheduled.hyper(SGD().hyper(lr=0.1), steps=3, schedules={"lr": [0.4, 0.2, 0.1]})
-    >>> state = scheduled.init(params)
+    optimizer: any; its other hyperparameters stay numbers.
+    steps: T, the number of entries.
+    fields: the names of what has a schedule ("lr" alone). `hyper` takes for each a list or tensor of T
+        entries, a number to be repeated, or a dict of these by pattern; for betas, a tuple of two of these.
+
+    >>> scheduled, params, ones = Scheduled(SGD(), steps=3), {"w": torch.zeros(1)}, {"w": torch.ones(1)}
+    >>> hyper, state = scheduled.hyper(lr=[0.4, 0.2, 0.1]), scheduled.init(params)
     >>> for _ in range(4):
     ...     params, state = scheduled.update(hyper, params, state, ones)
     >>> params["w"], state.time
@@ -41,13 +43,17 @@ class Scheduled:
     """
 
     optimizer: Optimizer
+    steps: int
     fields: tuple[str, ...] = ("lr",)
+    _rule: CompleteOptimizer = field(init=False, repr=False, compare=False)  # the optimizer, completed
 
     def __post_init__(self) -> None:
-        if isinstance(self.optimizer, type):
-            name = self.optimizer.__name__
-            raise TypeError(f"Scheduled takes an optimizer, got the class {name}. Pass {name}().")
-        free = [name for name, domain in self.optimizer.domains.items() if not isinstance(domain, Timed)]
+        object.__setattr__(self, "_rule", completed("Scheduled", self.optimizer))
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise ValueError(
+                f"Scheduled takes one step or more, got steps={self.steps!r}. Pass the number of entries."
+            )
+        free = [name for name, domain in self._rule.domains.items() if not _is_timed(domain)]
         if not isinstance(self.fields, tuple) or not self.fields or not set(self.fields) <= set(free):
             raise ValueError(
                 f"Scheduled takes a tuple of fields of {self.optimizer} from {free}, got {self.fields!r}. "
@@ -55,41 +61,28 @@ class Scheduled:
             )
 
     @property
-    def domains(self) -> dict[str, Domain]:
+    def domains(self) -> Domains:
         return {
-            name: Timed(domain) if name in self.fields else domain
-            for name, domain in self.optimizer.domains.items()
+            name: _timed(domain, self.steps) if name in self.fields else domain
+            for name, domain in self._rule.domains.items()
         }
 
-    def hyper(self, hyper: Any, steps: int, schedules: Mapping[str, Schedule] | None = None) -> Any:
-        """Return `hyper` with `steps` entries in each of the fields: its value repeated, or a schedule given.
-
-        A schedule is a tensor or a sequence of numbers, or a dict of these by parameter name.
-        """
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(
-                f"{self}.hyper takes one step or more, got steps={steps!r}. Pass a positive integer."
-            )
-        check_fields(self.optimizer, hyper)
-        given = schedules or {}
-        if not given.keys() <= set(self.fields):
-            raise ValueError(
-                f"{self} has schedules for {list(self.fields)}, got some for {list(given)}. "
-                f"Pass Scheduled(..., fields={tuple(given)}) to have these."
-            )
-        values = hyper._asdict() | {
-            name: _repeated(f"{self}.hyper", name, given.get(name, getattr(hyper, name)), steps)
-            for name in self.fields
-        }
-        return type(hyper)(*tensors(self, self.domains, values))
+    def hyper(self, **values: Any) -> Any:
+        """Return the hyperparameters, with `steps` entries in each of the fields."""
+        # A number inside every domain stands for the schedules while the others are made.
+        inside = {k: (0.5,) * len(d) if isinstance(d, tuple) else 0.5 for k, d in self.domains.items()}
+        plain = made(self._rule, {k: inside[k] if k in self.fields else v for k, v in values.items()})
+        given = {name: values.get(name, getattr(plain, name)) for name in self.fields}
+        schedules = dict(zip(given, tensors(self, self.domains, given), strict=True))
+        return type(plain)(**(plain._asdict() | schedules))
 
     def init(self, params: Params) -> ScheduledState:
-        return ScheduledState(_start(params), self.optimizer.init(params))
+        return ScheduledState(_start(params), self._rule.init(params))
 
     def update(
         self, hyper: Any, params: Params, opt: ScheduledState, direction: Params
     ) -> tuple[Params, ScheduledState]:
-        params, inner = self.optimizer.update(self._now(hyper, opt.time), params, opt.inner, direction)
+        params, inner = self._rule.update(self._now(hyper, opt.time), params, opt.inner, direction)
         return params, ScheduledState(opt.time + 1, inner)
 
     def pullback(
@@ -97,7 +90,7 @@ class Scheduled:
     ) -> tuple[Any, Params]:
         """The optimizer's, at this step's entry: every other entry has a derivative of zero."""
         now = self._now(hyper, opt.time)
-        d_now, d_direction = self.optimizer.pullback(now, params, opt.inner, direction, cotangent)
+        d_now, d_direction = self._rule.pullback(now, params, opt.inner, direction, cotangent)
         d_hyper = {
             name: tree.map(lambda x, d: _placed(x, opt.time, d), getattr(hyper, name), getattr(d_now, name))
             for name in self.fields
@@ -105,7 +98,7 @@ class Scheduled:
         return type(hyper)(**(d_now._asdict() | d_hyper)), d_direction
 
     def init_memory(self, params: Params) -> ScheduledState:
-        return ScheduledState(_start(params), self.optimizer.init_memory(params))
+        return ScheduledState(_start(params), self._rule.init_memory(params))
 
     def credit(
         self, hyper: Any, memory: ScheduledState, grads: Params
@@ -114,14 +107,14 @@ class Scheduled:
 
         Its time starts with the first gradient that is not zero: `Online` asks once before there was a step.
         """
-        credit, inner = self.optimizer.credit(self._now(hyper, memory.time), memory.inner, grads)
+        credit, inner = self._rule.credit(self._now(hyper, memory.time), memory.inner, grads)
         begun = (memory.time > 0) | (tree.norm(grads) > 0)
         return credit, ScheduledState(memory.time + begun.to(memory.time.dtype), inner)
 
     def toward(
         self, hyper: Any, params: Params, opt: ScheduledState, direction: Params, cotangent: Params
     ) -> Params:
-        return self.optimizer.toward(self._now(hyper, opt.time), params, opt.inner, direction, cotangent)
+        return self._rule.toward(self._now(hyper, opt.time), params, opt.inner, direction, cotangent)
 
     def before(self, hyper: Any, params: Params, opt: ScheduledState) -> tuple[Params, ScheduledState]:
         params, inner = self._reversible.before(self._now(hyper, opt.time - 1), params, opt.inner)
@@ -151,6 +144,16 @@ class Scheduled:
         return type(hyper)(**(hyper._asdict() | entries))
 
 
+def _timed(domain: Domain | tuple[Domain, ...], steps: int) -> Domain | tuple[Domain, ...]:
+    if isinstance(domain, tuple):
+        return tuple(Timed(each, steps) for each in domain)
+    return Timed(domain, steps)
+
+
+def _is_timed(domain: Domain | tuple[Domain, ...]) -> bool:
+    return isinstance(domain[0] if isinstance(domain, tuple) else domain, Timed)
+
+
 def _start(params: Params) -> Tensor:
     first = next(iter(params.values()))
     return first.new_zeros((), dtype=torch.promote_types(first.dtype, torch.float32))
@@ -168,27 +171,3 @@ def _placed(schedule: Tensor, time: Tensor, derivative: Tensor) -> Tensor:
 
 def _index(schedule: Tensor, time: Tensor) -> Tensor:
     return time.clamp(max=len(schedule) - 1).long()
-
-
-def _repeated(owner: str, name: str, value: Any, steps: int) -> Any:
-    """Return the value `steps` times, or as it is if it has so many entries; a dict, for each name."""
-    if isinstance(value, Mapping):
-        return {key: _repeated(owner, f"{name}[{key!r}]", v, steps) for key, v in value.items()}
-    given = value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
-    if not isinstance(value, Tensor) and not all(map(_is_number, given)):
-        raise TypeError(
-            f"{owner} takes numbers for {name}, got {value!r}. Pass a number, a list of them, or a tensor."
-        )
-    schedule = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-    if schedule.dim() == 0:
-        return schedule.repeat(steps)
-    if len(schedule) != steps:
-        raise ValueError(
-            f"{owner} takes {steps} entries for {name}, got {len(schedule)}. "
-            f"Pass as many, or steps={len(schedule)}."
-        )
-    return schedule
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, Real) and not isinstance(x, bool)

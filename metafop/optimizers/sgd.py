@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.optimizers.hyper import Positive, Value, alike, at, collect, negative, tensors
-from metafop.types import Domain, Params
+from metafop.optimizers.domains import Positive
+from metafop.optimizers.hyper import Value, alike, at, collect, negative, tensors
+from metafop.types import Domains, Params
 
 
 class SGDHyper(NamedTuple):
@@ -22,6 +23,8 @@ class SGD:
 
     θ' = θ - lr (d + weight_decay θ)
 
+    `hyper` takes `lr` and `weight_decay` (0), each a number, or a dict by pattern of parameter names.
+
     >>> hyper = SGD().hyper(lr=0.1)
     >>> params, _ = SGD().update(hyper, {"w": torch.ones(2)}, (), {"w": torch.ones(2)})
     >>> params["w"]
@@ -29,7 +32,7 @@ class SGD:
     """
 
     @property
-    def domains(self) -> dict[str, Domain]:
+    def domains(self) -> Domains:
         return {"lr": Positive(), "weight_decay": Positive()}
 
     def hyper(self, lr: Value, weight_decay: Value = 0.0) -> SGDHyper:

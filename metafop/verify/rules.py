@@ -17,31 +17,34 @@ from metafop.types import Last, Meta, Optimizer, Params, Preconditioner
 from metafop.verify.report import AUTOGRAD_TOLERANCE, Report, Row
 
 _DESCENT, _DENSE = SGD(), Dense()
-_DESCENT_HYPER = _DESCENT.hyper(lr=0.05)
 
 
 def check(
     optimizer: Optimizer = _DESCENT,
-    hyper: Any = _DESCENT_HYPER,
     preconditioner: Preconditioner = _DENSE,
     shape: tuple[int, ...] = (4, 3),
     parts: tuple[str, ...] = ("hyper", "precond"),
     seed: int = 0,
+    **hyper: Any,
 ) -> Report:
     """Check a rule's closed form for the third step of a training, in every part of meta that `parts` names.
 
-    What is not given is gradient descent, or a `Dense` preconditioner, by which an optimizer's derivative in
-    the direction shows. The parameter is named "w". The third step, because at the first some
-    derivatives are exactly zero (Adam's in its betas).
+    The third step, because at the first some derivatives are exactly zero (Adam's in its betas).
+
+    optimizer: the one to check (`SGD()`).
+    preconditioner: the family to check (`Dense()`, by which an optimizer's derivative in the direction
+        shows).
+    shape: that of the one parameter, which is named "w" ((4, 3)).
+    parts: names of leaves of meta, or the starts of some (all).
+    seed: of the random problem (0).
+    hyper: the optimizer's hyperparameters by name (`lr=0.05` for `SGD()`).
 
     >>> from metafop import verify
     >>> verify.check(preconditioner=Dense()).ok
     True
     """
-    if optimizer is not _DESCENT and hyper is _DESCENT_HYPER:
-        raise ValueError(
-            f"verify.check got {optimizer} without its hyper. Pass hyper={optimizer}.hyper(...) too."
-        )
+    if optimizer is _DESCENT:
+        hyper = {"lr": 0.05} | hyper
     training, meta, last, cotangent = _third_step(optimizer, hyper, preconditioner, shape, seed)
     closed = tree.named(closed_form(training, meta, last, cotangent))
     if closed.keys() != tree.named(meta).keys():
@@ -80,7 +83,7 @@ def _row(rule: tuple[str, str, str], name: str, by_graph: Tensor, by_steps: Tens
 
 
 def _third_step(
-    optimizer: Optimizer, hyper: Any, family: Preconditioner, shape: tuple[int, ...], seed: int
+    optimizer: Optimizer, hyper: dict[str, Any], family: Preconditioner, shape: tuple[int, ...], seed: int
 ) -> tuple[Training, Meta, Last, Params]:
     """Return a training, a meta away from where it starts, its third step, and the gradient after it."""
     generator = Generator().manual_seed(seed)
@@ -95,7 +98,7 @@ def _third_step(
         optimizer,
         {"w": family},
     )
-    meta = training.meta(params, hyper, generator)
+    meta = training.init_meta(params, generator, **hyper)
     meta = Meta(meta.hyper, tree.map(lambda m: m + 0.3 * noise(m), meta.precond))
     carry = training.init(params)
     last = Last(carry, training.evaluate(carry, torch.zeros(())), ())

@@ -220,12 +220,12 @@ def test_torch_load_reads_every_state_of_the_library():
 def test_a_state_comes_back_from_a_plain_torch_load(tmp_path, generator):
     loss = functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     families = {"w": metafop.Rescaled(metafop.Kronecker(), limit=0.5)}
-    scheduled, params = metafop.Scheduled(Adam()), {"w": torch.ones(2, 3)}
+    scheduled, params = metafop.Scheduled(Adam(), 3), {"w": torch.ones(2, 3)}
     training = Training(loss, scheduled, families)
-    meta = training.meta(params, scheduled.hyper(Adam().hyper(lr=0.1), 3), generator)
+    meta = training.init_meta(params, generator, lr=0.1)
     online = metafop.Online(training, SGD())
     state, _ = online.step(
-        online.meta(meta, SGD().hyper(lr=0.1)), online.init(meta, training.init(params)), torch.zeros(2, 3)
+        online.init_meta(meta, lr=0.1), online.init(meta, training.init(params)), torch.zeros(2, 3)
     )
     torch.save(state, tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt")

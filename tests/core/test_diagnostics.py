@@ -169,12 +169,12 @@ def test_whitening_looks_into_wrapped_families_and_at_spatial_ones_only():
 
 
 def test_hyperparameters_are_named_once_or_for_each_parameter():
-    hyper = Momentum().hyper(lr={"conv.weight": 0.1, "conv.bias": 0.2}, decay=0.9)
+    hyper = Momentum().hyper(lr={"conv.weight": 0.1, "conv.bias": 0.2}, momentum=0.9)
     found = {k: v.item() for k, v in diagnostics.hyper(Meta(hyper, {})).items()}
     assert found == {
         "hyper/lr/conv.weight": 0.1,
         "hyper/lr/conv.bias": 0.2,
-        "hyper/decay": 0.9,
+        "hyper/momentum": 0.9,
         "hyper/weight_decay": 0.0,
     }
 
@@ -191,21 +191,21 @@ def test_norms_of_gradients_and_directions():
 def test_parameters_for_which_nothing_is_learned_have_no_spectrum():
     params = {"w": torch.ones(2, 3), "v": torch.ones(3), "bias": torch.ones(2)}
     training = Training(loss, SGD(), {"w": Normalized(Identity()), "v": LowRank(rank=2)})
-    meta = training.meta(params, SGD().hyper(lr=0.1), torch.Generator().manual_seed(0))
+    meta = training.init_meta(params, torch.Generator().manual_seed(0), lr=0.1)
     assert diagnostics.eigenvalues(training, meta).keys() == {"v"}
     assert diagnostics.angles(training, meta, params).keys() == {"angle/v"}
 
 
 def test_summary_of_an_online_learner_is_its_hyperparameters_and_gradients():
     training, params = Training(loss, SGD(), {"w": Dense()}), {"w": torch.ones(2)}
-    meta, carry = training.meta(params, SGD().hyper(lr=0.1)), training.init(params)
+    meta, carry = training.init_meta(params, lr=0.1), training.init(params)
     online: Any = Online(training, Adam())
-    outer_meta, state = online.meta(meta, Adam().hyper(lr=0.01)), online.init(meta, carry)
+    outer_meta, state = online.init_meta(meta, lr=0.01), online.init(meta, carry)
     seen = online.evaluate(state, ())
     above, below = (
         diagnostics.summary(*x, seen.grads) for x in ((online, outer_meta), (training, state.meta))
     )
-    hyper = {f"hyper/{name}" for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
+    hyper = {f"hyper/{name}" for name in ("lr", "betas/0", "betas/1", "eps", "weight_decay")}
     assert above.keys() == hyper | {"gradient_norm", "gradient_norm/w"}
     assert {"condition/w", "angle/w", "hyper/lr"} <= below.keys()
 
@@ -219,7 +219,7 @@ def test_summary_under_vmap_is_that_of_each(family):
     generator = torch.Generator().manual_seed(0)
     params = {"w": torch.ones(3, 2, 2, 2, dtype=torch.float64)}
     training = Training(loss, SGD(), {"w": family})
-    meta = training.meta(params, SGD().hyper(lr=0.1), generator)
+    meta = training.init_meta(params, generator, lr=0.1)
     grads = {"w": torch.randn(4, 3, 2, 2, 2, dtype=torch.float64, generator=generator)}
     sizes = tensor(0.5, 1.0, 2.0, 3.0)
 
@@ -235,7 +235,7 @@ def test_summary_under_vmap_is_that_of_each(family):
 def test_half_precision_is_looked_at_in_float32(dtype):
     params = {"w": torch.full((2, 3), 0.01, dtype=dtype)}
     training = Training(loss, SGD(), {"w": Dense()})
-    scalars = diagnostics.summary(training, training.meta(params, SGD().hyper(lr=0.1)), params)
+    scalars = diagnostics.summary(training, training.init_meta(params, lr=0.1), params)
     assert {value.dtype for value in scalars.values()} == {torch.float32}
 
 
@@ -252,6 +252,6 @@ def test_a_family_that_cannot_be_inspected_has_angles_but_no_spectrum():
 
     training = Training(lambda params, buffers, batch: (params["w"].sum(), buffers), SGD(), {"w": Halving()})
     params = {"w": torch.ones(3)}
-    scalars = diagnostics.summary(training, training.meta(params, SGD().hyper(lr=0.1)), params)
+    scalars = diagnostics.summary(training, training.init_meta(params, lr=0.1), params)
     assert scalars["angle/w"] == 0
     assert not any(name.startswith(("eigenvalue", "norm")) for name in scalars)

@@ -14,7 +14,7 @@ from metafop.hypergradients.forward import Forward
 from metafop.meta_training import Trained, meta_train
 from metafop.unrolled import Unrolled
 
-ESTIMATORS = {"adjoint": adjoint, "forward": Forward(), "evolution": Evolution(("hyper.lr",), pairs=2)}
+ESTIMATORS = {"adjoint": adjoint, "forward": Forward(), "evolution": Evolution(("lr",), pairs=2)}
 
 
 class Fixed:
@@ -50,17 +50,17 @@ def run(
     lifted = functional.plain(lambda params, batch: loss(params, batch))
     training = Training(lifted, Momentum())
     params = {"w": torch.tensor([0.5, -0.3, 0.0]) if w is None else w}
-    meta, start = training.meta(params, Momentum().hyper(lr=0.01)), training.init(params, buffers)
+    meta, start = training.init_meta(params, lr=0.01), training.init(params, buffers)
     if tower:
-        online = Online(training, Adam(), learn=("hyper.lr",))
-        meta, start = online.meta(meta, Adam().hyper(lr=0.01)), online.init(meta, start)
+        online = Online(training, Adam(), learn=("lr",))
+        meta, start = online.init_meta(meta, lr=0.01), online.init(meta, start)
         training = online
     if isinstance(estimator, Forward):
         start = estimator.init(start)
     if isinstance(estimator, Evolution):
         start = estimator.init(start, torch.Generator().manual_seed(seed))
     learner = Unrolled(training, Adam(), estimator=estimator)
-    outer_meta = learner.meta(meta, Adam().hyper(lr=0.1))
+    outer_meta = learner.init_meta(meta, lr=0.1)
     batches = batches or [torch.tensor([0.1, 0.2, 0.3]), torch.ones(3), torch.tensor([0.3, 0.2, 0.1])]
     task = Fixed(start, batches, lambda carry: outer_loss(carry))
     return meta_train(learner, outer_meta, meta, task, steps, folder=folder, save_every=1, progress=False)
@@ -160,9 +160,9 @@ class WithOuterLoss:
 
 def test_another_function_in_the_attributes_of_a_task_is_told_apart(tmp_path):
     training = Training(functional.plain(bowl), Momentum())
-    meta = training.meta({"w": torch.ones(2)}, Momentum().hyper(lr=0.01))
+    meta = training.init_meta({"w": torch.ones(2)}, lr=0.01)
     learner = Unrolled(training, Adam())
-    outer_meta = learner.meta(meta, Adam().hyper(lr=0.1))
+    outer_meta = learner.init_meta(meta, lr=0.1)
     first, second = WithOuterLoss(training, lambda w: w.sum()), WithOuterLoss(training, lambda w: w.prod())
     meta_train(learner, outer_meta, meta, first, 1, folder=tmp_path, progress=False)
     with pytest.raises(ValueError, match="differs in outer loss"):
@@ -183,8 +183,8 @@ def test_rounding_is_no_difference(precision, generator, tmp_path):
     start, histories, grads = summed(problem, False).init(problem.params, problem.buffers), [], []
     for backwards, steps in ((False, 1), (True, 2)):
         training = summed(problem, backwards)
-        learner, meta = Unrolled(training, Adam()), training.meta(problem.params, Momentum().hyper(lr=0.01))
-        outer_meta = learner.meta(meta, Adam().hyper(lr=0.1))
+        learner, meta = Unrolled(training, Adam()), training.init_meta(problem.params, lr=0.01)
+        outer_meta = learner.init_meta(meta, lr=0.1)
 
         def outer_loss(carry, training=training):
             return training.loss(carry.params, carry.buffers, problem.batches[0])[0]

@@ -19,7 +19,7 @@ def trained(model, setting, batches, loss=batch_loss):
     """Return the parameters and buffers after our training, and after torch's."""
     pure, params, buffers = functional.from_module(model, loss)
     training = Training(pure, setting.optimizer)
-    meta, carry = training.meta(params, setting.hyper()), training.init(params, buffers)
+    meta, carry = training.init_meta(params, **setting.hyper()._asdict()), training.init(params, buffers)
     ordinary = copy.deepcopy(model)
     optimizer = setting.twin([p for p in ordinary.parameters() if p.requires_grad])
     for batch in batches:
@@ -206,7 +206,7 @@ def test_vmap_carries_integer_buffers_as_a_loop_does(make, generator):
         make(), lambda model, batch: model(batch[0]).square().mean()
     )
     training, batches = Training(pure, SGD()), mlp(generator).batches[:3]
-    meta = training.meta(params, SGD().hyper(lr=0.1))
+    meta = training.init_meta(params, lr=0.1)
 
     def final(scale):
         carry = training.init({k: scale * p for k, p in params.items()}, buffers)
@@ -223,7 +223,7 @@ def test_a_module_takes_back_all_that_was_trained(generator):
     problem = convnet(generator)
     training = Training(problem.loss, SGD())
     carry = training.init(problem.params, problem.buffers)
-    carry, _ = training.step(training.meta(problem.params, SGD().hyper(lr=0.1)), carry, problem.batches[0])
+    carry, _ = training.step(training.init_meta(problem.params, lr=0.1), carry, problem.batches[0])
     problem.model.load_state_dict({**carry.params, **carry.buffers})
     assert problem.model.get_buffer("1.num_batches_tracked") == 1
 

@@ -12,7 +12,7 @@ import metafop
 ROOT = Path(metafop.__file__).parent
 LAYERS = [
     {"types"},
-    {"tree"},
+    {"tree", "patterns"},
     {"randomness"},
     {"twice_differentiable", "hidden_derivatives"},
     {"stopped_gradients"},

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from valley import ESTIMATORS, Interrupted, made, run
 
-from metafop import Adam, Momentum, meta_training, tree
+from metafop import Momentum, meta_training, tree
 from metafop.hypergradients.forward import Forward
 from metafop.meta_training import meta_train
 from metafop.optimizers.scheduled import Scheduled
@@ -28,7 +28,8 @@ def test_the_loop_is_a_step_for_each_window_and_a_start_for_each_episode():
         for window in range(2):
             rates.append(state.meta.hyper.lr.item())
             outer, batches = task.outer_loss(episode, window), task.batches(episode, window)
-            state, carry, info = learner.step(outer_meta, state, outer, carry, batches)
+            state, info = learner.step(outer_meta, state, outer, carry, batches)
+            carry = state.carry
             values.append(info["value"].item())
     trained = run(steps=6, windows=2)
     assert_same_bits(trained.state, state)
@@ -78,21 +79,21 @@ def test_a_run_goes_on_when_asked_for_more_steps_and_is_done_when_asked_again(tm
 
 
 def test_events_are_the_history_and_what_is_learned_is_in_it(tmp_path):
-    optimizer = Scheduled(Momentum(), ("lr", "decay"))
-    hyper = optimizer.hyper(Momentum().hyper(lr=0.01, decay=0.5), 3, {"lr": [0.01, 0.02, 0.03]})
-    learn = ("hyper.lr", "hyper.decay", "precond")
+    optimizer = Scheduled(Momentum(), 3, ("lr", "momentum"))
+    hyper = optimizer.hyper(lr=[0.01, 0.02, 0.03], momentum=0.5)
+    learn = ("lr", "momentum", "precond")
     history = run(tmp_path, steps=3, optimizer=optimizer, hyper=hyper, learn=learn).history
     assert history[0]["hyper.lr.mean"] == pytest.approx(0.02)
     assert history[0]["precond.w.norm"] == pytest.approx(math.sqrt(3))
     events = read(tmp_path)
     assert set(events.Tags()["scalars"]) == history[0].keys()
-    assert history[0].keys() >= {"value", "norm", "moved", "overflow", "hyper.decay.mean"}
+    assert history[0].keys() >= {"value", "norm", "moved", "overflow", "hyper.momentum.mean"}
     for name in history[0]:
         assert scalar(events, name) == [(i, pytest.approx(row[name])) for i, row in enumerate(history)]
 
 
 def test_notes_are_kept_with_the_step_that_said_them_first():
-    trained = run(steps=3, hyper=Momentum().hyper(lr=1e200, decay=0.5))
+    trained = run(steps=3, hyper=Momentum().hyper(lr=1e200, momentum=0.5))
     assert list(trained.notes.values()) == [0]
     assert "overflowed" in next(iter(trained.notes))
     assert [row["moved"] for row in trained.history] == [0.0, 0.0, 0.0]
@@ -114,11 +115,11 @@ def test_the_progress_bar_shows_the_outer_loss_and_changes_nothing(monkeypatch):
 
 
 OTHERS = {
-    "learner": ({"learn": ("hyper.lr", "precond")}, ["differs in learner."]),
+    "learner": ({"learn": ("lr", "precond")}, ["differs in learner."]),
     "estimator": ({"estimator": Forward()}, ["differs in learner and task."]),
     "task": ({"scale": 2.0}, ["differs in task."]),
     "windows": ({"windows": 3}, ["differs in windows."]),
-    "meta": ({"hyper": Momentum().hyper(lr=0.02, decay=0.5)}, ["differs in meta."]),
+    "meta": ({"hyper": Momentum().hyper(lr=0.02, momentum=0.5)}, ["differs in meta."]),
     "fewer steps": ({"steps": 3}, ["4 steps", "steps=3", "as many"]),
 }
 
@@ -136,7 +137,7 @@ def test_a_folder_of_another_run_is_refused(changed, words, tmp_path):
 def test_another_meta_learning_rate_is_refused(tmp_path):
     run(tmp_path, steps=2)
     learner, _, meta, task = made()
-    outer_meta = learner.meta(meta, Adam().hyper(lr=0.2))
+    outer_meta = learner.init_meta(meta, lr=0.2)
     with pytest.raises(ValueError, match="differs in outer_meta"):
         meta_train(learner, outer_meta, meta, task, 4, folder=tmp_path, progress=False)
 

@@ -11,9 +11,9 @@ from metafop import SGD, Adam, LowRank, Momentum, Online, Scalar, Training, func
 def test_a_gradient_that_is_not_finite_coasts_leaves_meta_and_buffers_and_says_so(generator):
     problem = convnet(generator)
     training = problem.training(Momentum(), LowRank(2))
-    meta = training.meta(problem.params, Momentum().hyper(lr=0.05), generator)
-    online = Online(training, Adam(), ("precond", "hyper.lr"))
-    outer_meta = online.meta(meta, Adam().hyper(lr=0.01))
+    meta = training.init_meta(problem.params, generator, lr=0.05)
+    online = Online(training, Adam(), ("precond", "lr"))
+    outer_meta = online.init_meta(meta, lr=0.01)
     state = states(
         online, Adam().hyper(lr=0.01), meta, training.init(problem.params, problem.buffers), problem.batches
     )[-1]
@@ -42,9 +42,9 @@ def test_buffers_that_are_not_finite_count_as_such():
         return params["w"].square().sum(), {"mean": 0.9 * buffers["mean"] + batch}
 
     training, params = Training(loss, SGD(), {"w": Scalar()}), {"w": torch.ones(3)}
-    meta = training.meta(params, SGD().hyper(lr=0.1))
+    meta = training.init_meta(params, lr=0.1)
     online = Online(training, SGD())
-    outer_meta = online.meta(meta, SGD().hyper(lr=0.1))
+    outer_meta = online.init_meta(meta, lr=0.1)
     state = online.init(meta, training.init(params, {"mean": torch.zeros(())}))
     for batch, finite in ((1.0, True), (torch.nan, False), (1.0, True)):
         state, info = online.step(outer_meta, state, batch)
@@ -56,10 +56,10 @@ def test_in_a_tower_no_storey_learns_from_a_gradient_that_is_not_finite(generato
     problem = mlp(generator)
     training = problem.training(SGD(), Scalar())
     lower = Online(training, Adam())
-    upper = Online(lower, Adam(), ("hyper.lr",))
-    meta = training.meta(problem.params, SGD().hyper(lr=0.1))
-    outer_meta = lower.meta(meta, Adam().hyper(lr=0.01))
-    above = upper.meta(outer_meta, Adam().hyper(lr=0.01))
+    upper = Online(lower, Adam(), ("lr",))
+    meta = training.init_meta(problem.params, lr=0.1)
+    outer_meta = lower.init_meta(meta, lr=0.01)
+    above = upper.init_meta(outer_meta, lr=0.01)
     state = states(
         upper,
         Adam().hyper(lr=0.01),
@@ -81,7 +81,7 @@ def test_a_hypergradient_that_is_not_finite_leaves_meta_while_training_goes_on()
     training, meta, carry = descent()
     online = Online(training, Adam(), guards=(), hypergradient=overflowing)
     before = states(online, Adam().hyper(lr=0.1), meta, carry, [None] * 2)[-1]
-    state, info = online.step(online.meta(meta, Adam().hyper(lr=0.1)), before, None)
+    state, info = online.step(online.init_meta(meta, lr=0.1), before, None)
     assert info["finite"]
     assert not info["moved"]
     assert_same_bits(state.meta, meta)
@@ -98,8 +98,8 @@ def test_half_and_mixed_precision_learn_and_keep_their_precision(setting, dtypes
     )
     params = {"a": torch.ones(4, 3, dtype=dtypes[0]), "b": torch.ones((), dtype=dtypes[1])}
     training = Training(loss, setting.optimizer, {"a": LowRank(2), "b": Scalar()})
-    meta = training.meta(params, setting.hyper(), torch.Generator().manual_seed(0))
-    online = Online(training, Adam(), ("precond", "hyper.lr"))
+    meta = training.init_meta(params, torch.Generator().manual_seed(0), **setting.hyper()._asdict())
+    online = Online(training, Adam(), ("precond", "lr"))
     last = states(online, Adam().hyper(lr=0.01), meta, training.init(params), [torch.ones(3)] * 5)[-1]
     assert [last.params[k].dtype for k in ("a", "b")] == list(dtypes)
     assert tree.all_finite(last)
@@ -109,8 +109,8 @@ def test_half_and_mixed_precision_learn_and_keep_their_precision(setting, dtypes
 def test_a_meta_step_that_overflows_is_not_taken(generator):
     problem = mlp(generator)
     training = problem.training(SGD())
-    meta = training.meta(problem.params, SGD().hyper(lr=0.1))
-    online = Online(training, SGD(), ("hyper.lr",), guards=())
+    meta = training.init_meta(problem.params, lr=0.1)
+    online = Online(training, SGD(), ("lr",), guards=())
     for state in states(online, SGD().hyper(lr=1e300), meta, training.init(problem.params), problem.batches):
         assert tree.all_finite((state.params, state.meta))
 
@@ -119,9 +119,9 @@ def test_a_meta_step_that_overflows_is_not_taken(generator):
 def test_a_step_that_leads_out_of_the_finite_is_not_taken_and_info_says_so(optimizer):
     training = Training(functional.plain(lambda params, x: (params["w"] * x).square().sum()), optimizer)
     params, x = {"w": torch.ones(2)}, torch.tensor(1e5)
-    meta = training.meta(params, optimizer.hyper(lr=1e308))
-    online = Online(training, Adam(), ("hyper.lr",))
-    outer_meta, state = online.meta(meta, Adam().hyper(lr=0.1)), online.init(meta, training.init(params))
+    meta = training.init_meta(params, lr=1e308)
+    online = Online(training, Adam(), ("lr",))
+    outer_meta, state = online.init_meta(meta, lr=0.1), online.init(meta, training.init(params))
     taken = []
     for _ in range(4):
         before = state
@@ -136,9 +136,9 @@ def test_what_was_learned_at_a_step_that_was_not_taken_is_not_kept():
     """Only then can training go on: the next step is taken with the meta before."""
     training = Training(functional.plain(lambda params, x: (x * params["w"]).square().sum()), SGD())
     params = {"w": torch.ones(2)}
-    meta = training.meta(params, SGD().hyper(lr=1e-3))
-    online = Online(training, SGD(), ("hyper.lr",), guards=())
-    outer_meta, state = online.meta(meta, SGD().hyper(lr=8.75e-6)), online.init(meta, training.init(params))
+    meta = training.init_meta(params, lr=1e-3)
+    online = Online(training, SGD(), ("lr",), guards=())
+    outer_meta, state = online.init_meta(meta, lr=8.75e-6), online.init(meta, training.init(params))
     state, _ = online.step(outer_meta, state, torch.ones(2))
     after, info = online.step(outer_meta, state, torch.tensor(1e5))  # lr would be 1e301
     assert not info["finite"]
@@ -156,9 +156,9 @@ def test_moved_is_false_where_nothing_moves(single):
         functional.plain(lambda params, x: x * (params["w"] - 1).square().sum()), SGD(), {"w": Scalar()}
     )
     params = {"w": torch.zeros(2, dtype=single)}
-    meta = training.meta(params, SGD().hyper(lr=0.1))
-    online = Online(training, SGD(), ("precond", "hyper.lr"))
-    outer_meta = online.meta(meta, SGD().hyper(lr=0.1))
+    meta = training.init_meta(params, lr=0.1)
+    online = Online(training, SGD(), ("precond", "lr"))
+    outer_meta = online.init_meta(meta, lr=0.1)
     for scale in (1.0, 1e-36, 0.0):
         state = online.init(meta, training.init(params))
         for _ in range(3):

@@ -34,7 +34,7 @@ def test_algorithm_1_is_followed_to_the_letter_and_the_exact_order_differs_only_
 def test_the_exact_order_descends_the_true_derivative_of_the_next_loss(setting, learn, generator):
     problem = convnet(generator)
     training = problem.training(setting.optimizer, LowRank(2))
-    meta = training.meta(problem.params, setting.hyper(), generator)
+    meta = training.init_meta(problem.params, generator, **setting.hyper()._asdict())
     online = Online(training, SGD(), (learn,), credit="gradient", guards=())
     carry = training.init(problem.params, problem.buffers)
     before, after = states(online, SGD().hyper(lr=1e-3), meta, carry, problem.batches)[-2:]
@@ -55,11 +55,11 @@ def test_the_exact_order_descends_the_true_derivative_of_the_next_loss(setting, 
 def test_only_what_is_named_is_learned(generator):
     problem = mlp(generator)
     training = problem.training(Momentum(), Scalar())
-    meta = training.meta(problem.params, Momentum().hyper(lr=0.1, weight_decay=0.01))
+    meta = training.init_meta(problem.params, lr=0.1, weight_decay=0.01)
     names = set(tree.named(meta))
     for learn in [
-        ("hyper.lr",),
-        ("hyper.decay",),
+        ("lr",),
+        ("momentum",),
         ("precond",),
         ("precond.0.weight", "hyper"),
         ("hyper", "precond"),
@@ -70,16 +70,20 @@ def test_only_what_is_named_is_learned(generator):
         moved = {
             name for name in names if not torch.equal(tree.named(meta)[name], tree.named(last.meta)[name])
         }
-        assert moved == {n for n in names if any(n == part or n.startswith(part + ".") for part in learn)}
+        assert moved == {
+            n
+            for n in names
+            if any(n.removeprefix("hyper.").startswith(part) or n.startswith(part) for part in learn)
+        }
 
 
 @pytest.mark.parametrize("meta_optimizer", [SGD(), Momentum(), Momentum(nesterov=True), Adam()], ids=repr)
 def test_any_optimizer_is_a_meta_optimizer_and_moves_like_its_own_update(meta_optimizer, generator):
     problem = mlp(generator)
     training = problem.training(SGD(), Dense())
-    meta = training.meta(problem.params, SGD().hyper(lr=0.1))
+    meta = training.init_meta(problem.params, lr=0.1)
     online = Online(training, meta_optimizer, credit="gradient", guards=())
-    outer_meta = online.meta(meta, meta_optimizer.hyper(lr=0.01))
+    outer_meta = online.init_meta(meta, lr=0.01)
     state = online.init(meta, training.init(problem.params))
     m, opt = {f"precond.{k}": x for k, x in meta.precond.items()}, None
     for i, batch in enumerate(problem.batches):
@@ -113,20 +117,20 @@ def test_learning_rates_stay_positive_and_decays_between_zero_and_one_however_la
 ):
     problem = mlp(generator)
     training = problem.training(Momentum())
-    meta = training.meta(problem.params, Momentum().hyper(lr=0.1, decay=0.5))
-    online = Online(training, SGD(), ("hyper.lr", "hyper.decay"), guards=())
+    meta = training.init_meta(problem.params, lr=0.1, momentum=0.5)
+    online = Online(training, SGD(), ("lr", "momentum"), guards=())
     carry = training.init(problem.params)
     for state in states(online, SGD().hyper(lr=hyper), meta, carry, problem.batches * 4):
         assert 0 < state.meta.hyper.lr < math.inf
-        assert 0 < state.meta.hyper.decay < 1
+        assert 0 < state.meta.hyper.momentum < 1
 
 
 def test_a_learning_rate_per_parameter_is_learned_by_name(generator):
     problem = mlp(generator)
     training = problem.training(SGD())
-    meta = training.meta(problem.params, SGD().hyper(lr=dict.fromkeys(problem.params, 0.1)))
+    meta = training.init_meta(problem.params, lr=dict.fromkeys(problem.params, 0.1))
     rates = {f"hyper.lr.{name}": 0.0 for name in problem.params} | {"hyper.lr.0.weight": 0.5}
-    online = Online(training, SGD(), ("hyper.lr",))
+    online = Online(training, SGD(), ("lr",))
     last = states(online, SGD().hyper(lr=rates), meta, training.init(problem.params), problem.batches)[-1]
     assert [k for k, lr in last.meta.hyper.lr.items() if lr != 0.1] == ["0.weight"]
 
@@ -136,10 +140,8 @@ def test_autograd_and_closed_form_learn_alike(generator):
     ends = []
     for hypergradient in (by_autograd, closed_form):
         training = problem.training(Adam(), LowRank(2))
-        meta = training.meta(problem.params, Adam().hyper(lr=0.01), torch.Generator().manual_seed(1))
-        online = Online(
-            training, Adam(), ("precond", "hyper.lr"), credit="gradient", hypergradient=hypergradient
-        )
+        meta = training.init_meta(problem.params, torch.Generator().manual_seed(1), lr=0.01)
+        online = Online(training, Adam(), ("precond", "lr"), credit="gradient", hypergradient=hypergradient)
         carry = training.init(problem.params, problem.buffers)
         ends.append(states(online, Adam().hyper(lr=0.01), meta, carry, problem.batches)[-1])
     assert_near(ends[0].params, ends[1].params, 1e-8)
@@ -161,8 +163,8 @@ def test_velocity_credit_differs_from_gradient_credit_only_from_the_third_step_o
 def test_a_tower_learns_the_meta_learning_rate_by_the_derivative_through_both_storeys():
     training, meta, carry = descent()
     lower = Online(training, SGD(), guards=())
-    upper = Online(lower, SGD(), ("hyper.lr",), guards=())
-    outer_meta = lower.meta(meta, SGD().hyper(lr=0.01))
+    upper = Online(lower, SGD(), ("lr",), guards=())
+    outer_meta = lower.init_meta(meta, lr=0.01)
     before, after = states(upper, SGD().hyper(lr=1e-3), outer_meta, lower.init(meta, carry), [None] * 6)[-2:]
 
     def loss(lr):
@@ -179,10 +181,10 @@ def test_a_tower_learns_the_meta_learning_rate_by_the_derivative_through_both_st
 def test_a_tower_of_three_storeys_trains():
     training, meta, carry = descent()
     first = Online(training, SGD())
-    second = Online(first, SGD(), ("hyper.lr",))
-    third = Online(second, Adam(), ("hyper.lr",))
-    outer_meta = first.meta(meta, SGD().hyper(lr=0.01))
-    above = second.meta(outer_meta, SGD().hyper(lr=0.1))
+    second = Online(first, SGD(), ("lr",))
+    third = Online(second, Adam(), ("lr",))
+    outer_meta = first.init_meta(meta, lr=0.01)
+    above = second.init_meta(outer_meta, lr=0.1)
     state = second.init(outer_meta, first.init(meta, carry))
     ends = states(third, Adam().hyper(lr=0.01), above, state, [None] * 200)
     assert himmelblau(ends[-1].params, None) < 1e-6

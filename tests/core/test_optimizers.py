@@ -16,7 +16,7 @@ EXACT = {name: s for name, s in OPTIMIZERS.items() if not isinstance(s.optimizer
 DIFFERENTIABLE = {k: s for k, s in EXACT.items() if k in ("sgd", "heavy ball", "nesterov, decayed")} | {
     "adam": Setting(
         Adam(),
-        {"lr": 0.02, "beta1": 0.7, "beta2": 0.9, "eps": 1e-30},
+        {"lr": 0.02, "betas": (0.7, 0.9), "eps": 1e-30},
         partial(torch.optim.Adam, lr=0.02, betas=(0.7, 0.9), eps=1e-30),
     )
 }
@@ -39,7 +39,7 @@ def batches(generator, dtype, steps=100):
 
 def trained(optimizer, hyper, params, data):
     training = Training(functional.plain(bend), optimizer)
-    meta, carry = training.meta(params, hyper), training.init(params)
+    meta, carry = training.init_meta(params, **hyper._asdict()), training.init(params)
     for batch in data:
         carry, _ = training.step(meta, carry, batch)
     return carry.params
@@ -103,10 +103,12 @@ def test_one_value_is_that_value_for_every_name(setting, generator):
 def test_the_derivative_in_one_value_is_the_sum_of_those_by_name(setting, generator):
     params, direction, cotangent = (start(generator, torch.float64) for _ in range(3))
     optimizer, opt = setting.optimizer, setting.optimizer.init(params)
-    by_name = setting.hyper(**{k: dict.fromkeys(params, v) for k, v in setting.hyper()._asdict().items()})
+    by_name = tree.map(lambda x: dict.fromkeys(params, x), setting.hyper())
     whole, toward = optimizer.pullback(setting.hyper(), params, opt, direction, cotangent)
     apart, toward_apart = optimizer.pullback(by_name, params, opt, direction, cotangent)
-    summed = type(whole)(*(torch.stack(list(d.values())).sum() for d in apart))
+    summed = tree.map(
+        lambda d: torch.stack(list(d.values())).sum(), apart, is_leaf=lambda x: isinstance(x, dict)
+    )
     assert_same_bits((whole, toward), (summed, toward_apart))
 
 
@@ -131,7 +133,10 @@ def test_the_derivative_through_training_in_the_learning_rate_is_that_of_higher(
     training = problem.training(setting.optimizer)
 
     def final(lr):
-        meta, carry = training.meta(problem.params, setting.hyper(lr=lr)), training.init(problem.params)
+        meta, carry = (
+            training.init_meta(problem.params, **setting.hyper(lr=lr)._asdict()),
+            training.init(problem.params),
+        )
         for batch in problem.batches[:steps]:
             carry, _ = training.step(meta, carry, batch)
         return training.evaluate(carry, problem.batches[steps]).value
@@ -170,7 +175,7 @@ def test_parameters_and_state_stay_in_their_precision(setting, dtype, generator)
     training = Training(functional.plain(bend), setting.optimizer)
     params, batch = start(generator, dtype), batches(generator, dtype, steps=1)[0]
     carry = training.init(params)
-    after, _ = training.step(training.meta(params, setting.hyper()), carry, batch)
+    after, _ = training.step(training.init_meta(params, **setting.hyper()._asdict()), carry, batch)
     assert tree.map(lambda x: x.dtype, after) == tree.map(lambda x: x.dtype, carry)
 
 
@@ -178,7 +183,7 @@ def test_parameters_and_state_stay_in_their_precision(setting, dtype, generator)
 def test_without_decay_momentum_is_descent(nesterov, generator):
     params, data = start(generator, torch.float64), batches(generator, torch.float64)
     ball = Momentum(nesterov)
-    still = trained(ball, ball.hyper(lr=0.1, decay=0.0, weight_decay=0.01), params, data)
+    still = trained(ball, ball.hyper(lr=0.1, momentum=0.0, weight_decay=0.01), params, data)
     assert_same_bits(still, trained(SGD(), SGD().hyper(lr=0.1, weight_decay=0.01), params, data))
 
 

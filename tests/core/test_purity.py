@@ -37,12 +37,12 @@ FIELDS = {
     if name in ("sgd, decayed", "heavy ball, decayed", "nesterov, decayed", "adam, short")
     for field in setting.hyper()._fields
 }
-LEARN = ("precond", "hyper.lr")
+LEARN = ("precond", "lr")
 
 
 def prepared(problem, setting, family, generator):
     training = problem.training(setting.optimizer, family)
-    meta = training.meta(problem.params, setting.hyper(), generator)
+    meta = training.init_meta(problem.params, generator, **setting.hyper()._asdict())
     return (
         training,
         Meta(meta.hyper, moved(meta.precond, generator)),
@@ -54,7 +54,7 @@ def learner(problem, setting, family, generator):
     training, meta, carry = prepared(problem, setting, family, generator)
     learn = LEARN if tree.leaves(meta.precond) else LEARN[1:]
     online = Online(training, Adam(), learn)
-    return online, online.meta(meta, Adam().hyper(lr=0.01)), online.init(meta, carry)
+    return online, online.init_meta(meta, lr=0.01), online.init(meta, carry)
 
 
 def run(training, meta, carry, batches):
@@ -115,8 +115,10 @@ def test_vmap_over_a_hyperparameter_is_a_loop(setting, field, make, generator):
         hyper = setting.hyper(**{field: value})
         return run(training, Meta(hyper, meta.precond), carry, problem.batches[:3])
 
-    values = getattr(setting.hyper(), field) * torch.tensor([0.5, 1.0, 1.2]) + 1e-4
-    assert_near(vmap(trained)(values), tree.stack([trained(v) for v in values]), rtol=1e-12, size=1.0)
+    factors = torch.tensor([0.5, 1.0, 1.2])
+    values = tree.map(lambda x: x * factors + 1e-4, getattr(setting.hyper(), field))
+    each = [tree.map(lambda x, i=i: x[i], values) for i in range(len(factors))]
+    assert_near(vmap(trained)(values), tree.stack([trained(value) for value in each]), rtol=1e-12, size=1.0)
 
 
 @every("make", MODELS)
@@ -173,9 +175,9 @@ def test_the_derivative_through_online_steps_is_that_of_finite_differences(famil
 def test_the_derivative_through_online_steps_is_finite_where_learning_starts(family, generator):
     problem = convnet(generator)
     training = problem.training(SGD(), family)
-    meta = training.meta(problem.params, SGD().hyper(lr=0.1), generator)
+    meta = training.init_meta(problem.params, generator, lr=0.1)
     online = Online(training, SGD(), LEARN if tree.leaves(meta.precond) else LEARN[1:])
-    outer_meta, carry = online.meta(meta, SGD().hyper(lr=0.1)), training.init(problem.params, problem.buffers)
+    outer_meta, carry = online.init_meta(meta, lr=0.1), training.init(problem.params, problem.buffers)
 
     def final(meta):
         return online.evaluate(
@@ -188,9 +190,9 @@ def test_the_derivative_through_online_steps_is_finite_where_learning_starts(fam
 def test_a_compiled_online_step_is_the_eager_one(generator):
     problem = convnet(generator)
     training = problem.training(Momentum(), Spatial())
-    meta = training.meta(problem.params, Momentum().hyper(lr=0.05), generator)
+    meta = training.init_meta(problem.params, generator, lr=0.05)
     online = Online(training, Adam(), LEARN)
-    outer_meta = online.meta(meta, Adam().hyper(lr=0.01))
+    outer_meta = online.init_meta(meta, lr=0.01)
     state = online.init(meta, training.init(problem.params, problem.buffers))
     compiled, eager = torch.compile(online.step, fullgraph=True), online.step
     ours = theirs = state
@@ -202,11 +204,11 @@ def test_a_compiled_online_step_is_the_eager_one(generator):
 def test_a_compiled_learner_of_a_learner_is_the_eager_one(generator):
     training = Training(functional.plain(lambda params, batch: (params["w"] * batch).cos().sum()), SGD())
     params, batches = {"w": torch.randn(3, generator=generator)}, torch.randn(3, 3, generator=generator)
-    meta, carry = training.meta(params, SGD().hyper(lr=0.1)), training.init(params)
-    online = Online(training, SGD(), ("hyper.lr",))
-    outer_meta, state = online.meta(meta, SGD().hyper(lr=0.1)), online.init(meta, carry)
-    tower = Online(online, SGD(), ("hyper.lr",))
-    top, both = tower.meta(outer_meta, SGD().hyper(lr=0.1)), tower.init(outer_meta, state)
+    meta, carry = training.init_meta(params, lr=0.1), training.init(params)
+    online = Online(training, SGD(), ("lr",))
+    outer_meta, state = online.init_meta(meta, lr=0.1), online.init(meta, carry)
+    tower = Online(online, SGD(), ("lr",))
+    top, both = tower.init_meta(outer_meta, lr=0.1), tower.init(outer_meta, state)
     compiled, eager = torch.compile(tower.step, fullgraph=True), tower.step
     ours = theirs = both
     for batch in batches:

@@ -340,7 +340,7 @@ def encoder(generator):
     loss, params, buffers = functional.from_module(model, batch_loss, seeded=True)
     buffers["seed"] = torch.tensor(7)
     training = Training(loss, Momentum())
-    meta = training.meta(params, Momentum().hyper(lr=0.05, decay=0.9))
+    meta = training.init_meta(params, lr=0.05, momentum=0.9)
     shape = (5, 3, 4)
     batches = [
         (torch.randn(shape, generator=generator), torch.randint(2, (5,), generator=generator))
@@ -354,8 +354,8 @@ def encoder(generator):
 
 
 def by_hand(model, meta, params, batches):
-    """The outer loss and its derivative in lr and decay, by an ordinary loop of torch.autograd."""
-    hyper = [x.clone().requires_grad_() for x in (meta.hyper.lr, meta.hyper.decay)]
+    """The outer loss and its derivative in lr and momentum, by an ordinary loop of torch.autograd."""
+    hyper = [x.clone().requires_grad_() for x in (meta.hyper.lr, meta.hyper.momentum)]
     params = {k: p.clone().requires_grad_() for k, p in params.items()}
     velocity, seed = tree.zeros_like(params), torch.tensor(7)
 
@@ -378,7 +378,7 @@ ESTIMATORS = {
     "few carries": hypergradients.Adjoint(keep="sqrt"),
     "compiled": hypergradients.Adjoint(compile=True),
     "forward over reverse": hypergradients.Adjoint(over="forward"),
-    "forward": hypergradients.Forward(learn=("hyper.lr",)),
+    "forward": hypergradients.Forward(learn=("lr",)),
 }
 
 
@@ -386,11 +386,11 @@ ESTIMATORS = {
 def test_the_hypergradient_of_a_transformer_with_dropout_is_that_of_a_loop_by_hand(estimator, generator):
     model, problem = encoder(generator)
     estimate = estimator(*problem)
-    value, (d_lr, d_decay) = by_hand(model, problem[2], problem[3].params, problem[4])
+    value, (d_lr, d_momentum) = by_hand(model, problem[2], problem[3].params, problem[4])
     assert_near(estimate.value, value, 1e-10)
     assert_near(estimate.grads.hyper.lr, d_lr, 1e-10)
     if estimator is not ESTIMATORS["forward"]:
-        assert_near(estimate.grads.hyper.decay, d_decay, 1e-10)
+        assert_near(estimate.grads.hyper.momentum, d_momentum, 1e-10)
 
 
 def trained(training, meta, carry, batches):
@@ -460,8 +460,8 @@ def test_a_seeded_loss_without_a_seed_says_how_to_give_one():
 
 def test_torch_compile_follows_a_seeded_online_step(generator):
     _, (training, _, meta, carry, batches) = encoder(generator)
-    online = Online(training, Adam(), ("hyper.lr",))
-    outer_meta, state = online.meta(meta, Adam().hyper(lr=0.01)), online.init(meta, carry)
+    online = Online(training, Adam(), ("lr",))
+    outer_meta, state = online.init_meta(meta, lr=0.01), online.init(meta, carry)
     step = torch.compile(online.step, fullgraph=True, backend="eager")
     ours = theirs = state
     for batch in batches[:2]:

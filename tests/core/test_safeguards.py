@@ -32,7 +32,7 @@ def moment(generator, scale=1.0):
     problem = mlp(generator)
     loss = functional.plain(lambda params, batch: scale * problem.loss(params, {}, batch)[0])
     training = Training(loss, SGD(), {"0.weight": Dense()})
-    meta = training.meta(problem.params, SGD().hyper(lr=0.1 / scale))
+    meta = training.init_meta(problem.params, lr=0.1 / scale)
     carry = training.init(problem.params)
     last = Last(carry, training.evaluate(carry, problem.batches[0]), ())
     now, _ = training.advance(meta, carry, last.seen)
@@ -76,7 +76,7 @@ def test_scale_free_without_a_gradient_or_a_step_is_zero_and_not_nan(generator):
 def test_scale_free_a_learning_rate_of_one_parameter_descends_as_its_scalar_preconditioner_does(generator):
     problem = mlp(generator)
     training = Training(problem.loss, SGD(), dict.fromkeys(problem.params, Scalar()))
-    meta = training.meta(problem.params, SGD().hyper(lr=dict.fromkeys(problem.params, 0.1)))
+    meta = training.init_meta(problem.params, lr=dict.fromkeys(problem.params, 0.1))
     carry = training.init(problem.params)
     last = Last(carry, training.evaluate(carry, problem.batches[0]), ())
     now, _ = training.advance(meta, carry, last.seen)
@@ -161,7 +161,7 @@ def test_rescaled_ends_at_its_limit_and_converges_where_the_limit_is_below_one_o
     assert himmelblau(ends[-1].params, None) < 1e-6
 
 
-@pytest.mark.parametrize("learn", [("precond.x.inner",), ("hyper.lr",), ("precond", "hyper.lr")], ids=str)
+@pytest.mark.parametrize("learn", [("precond.x.inner",), ("lr",), ("precond", "lr")], ids=str)
 def test_time_passes_whatever_is_learned_and_nothing_else_moves_it(learn):
     family = Rescaled(Rescaled(Dense(), limit=3.0), limit=2.0)
     training, meta, carry = descent(family=family)
@@ -173,7 +173,7 @@ def test_time_passes_whatever_is_learned_and_nothing_else_moves_it(learn):
 
 def test_a_bound_moves_only_what_is_learned():
     training, meta, carry = descent()
-    online = Online(training, SGD(), ("hyper.lr",), bounds=(safeguards.bound_norm(0.1),))
+    online = Online(training, SGD(), ("lr",), bounds=(safeguards.bound_norm(0.1),))
     last = states(online, SGD().hyper(lr=0.1), meta, carry, [None] * 5)[-1]
     assert torch.equal(last.meta.precond["x"], torch.eye(2))
 
@@ -181,8 +181,8 @@ def test_a_bound_moves_only_what_is_learned():
 def test_a_null_step_comes_back_from_where_the_loss_is_not_finite():
     loss = functional.plain(lambda params, batch: (params["w"] - 3 * params["w"].log()).sum())
     training, params = Training(loss, SGD(), {"w": Dense()}), {"w": torch.full((4,), 4.0)}
-    meta = training.meta(params, SGD().hyper(lr=20.0))
-    online = Online(training, Adam(), ("precond", "hyper.lr"), null_step=True)
+    meta = training.init_meta(params, lr=20.0)
+    online = Online(training, Adam(), ("precond", "lr"), null_step=True)
     ends = states(online, Adam().hyper(lr=0.05), meta, training.init(params), [None] * 60)
     torch.testing.assert_close(ends[-1].params["w"], torch.full((4,), 3.0), rtol=0.05, atol=0)
 
@@ -190,7 +190,7 @@ def test_a_null_step_comes_back_from_where_the_loss_is_not_finite():
 def test_a_null_step_takes_the_last_step_again_with_what_was_learned_from_it():
     training, meta, carry = descent(start=(0.0, 4.0), lr=0.02)
     online = Online(training, SGD(), credit="gradient", null_step=True)
-    outer_meta, state = online.meta(meta, SGD().hyper(lr=0.1)), online.init(meta, carry)
+    outer_meta, state = online.init_meta(meta, lr=0.1), online.init(meta, carry)
     rose = 0
     for _ in range(100):
         before = state
@@ -210,7 +210,7 @@ def test_the_default_guard_brings_every_start_home_where_the_bare_rule_fails():
 
     def failures(guards):
         online = Online(training, SGD(), guards=guards)
-        outer_meta = online.meta(meta, SGD().hyper(lr=0.1))
+        outer_meta = online.init_meta(meta, lr=0.1)
         state = vmap(lambda start: online.init(meta, training.init({"x": start})))(starts)
         reached = torch.zeros(len(starts), dtype=torch.bool)
         step = vmap(lambda state: online.step(outer_meta, state, None))
@@ -229,8 +229,8 @@ def test_low_rank_and_scalar_stay_finite_under_every_guard_with_zero_gradients()
         for guard in (safeguards.scale_free, safeguards.feedback, safeguards.clip(1.0)):
             training = Training(dead, Adam(), {"w": family})
             params = {"w": torch.ones(3, 4)}
-            meta = training.meta(params, Adam().hyper(lr=0.1), torch.Generator().manual_seed(0))
-            online = Online(training, Adam(), ("precond", "hyper.lr"), guards=(guard,))
+            meta = training.init_meta(params, torch.Generator().manual_seed(0), lr=0.1)
+            online = Online(training, Adam(), ("precond", "lr"), guards=(guard,))
             assert tree.all_finite(
                 states(online, Adam().hyper(lr=0.1), meta, training.init(params), [None] * 4)[-1]
             )

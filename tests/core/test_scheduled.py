@@ -22,13 +22,16 @@ KINDS = {k: OPTIMIZERS[k] for k in ("sgd, decayed", "heavy ball", "nesterov, dec
 
 def scheduled(setting, steps, schedules=None, fields=None):
     """Return the optimizer with every field scheduled, or those named, and its hyper."""
-    optimizer = Scheduled(setting.optimizer, fields or setting.hyper()._fields)
-    return optimizer, optimizer.hyper(setting.hyper(), steps, schedules)
+    optimizer = Scheduled(setting.optimizer, steps, fields or setting.hyper()._fields)
+    return optimizer, optimizer.hyper(**(setting.values | (schedules or {})))
 
 
 def trained(problem, optimizer, hyper):
     training = problem.training(optimizer)
-    meta, carry = training.meta(problem.params, hyper), training.init(problem.params, problem.buffers)
+    meta, carry = (
+        training.init_meta(problem.params, **hyper._asdict()),
+        training.init(problem.params, problem.buffers),
+    )
     for batch in problem.batches:
         carry, _ = training.step(meta, carry, batch)
     return carry
@@ -84,15 +87,18 @@ def test_a_schedule_per_parameter_is_torchs_by_group(setting, generator):
 @every("setting", KINDS)
 def test_the_pullback_is_the_derivative_by_autograd_and_by_differences(setting):
     optimizer, hyper = scheduled(setting, 4)
-    assert verify.check(optimizer, hyper).ok
+    assert verify.check(optimizer, **hyper._asdict()).ok
     held, hyper = scheduled(setting, 2)  # the third step has the last of two entries
-    assert verify.check(held, hyper, parts=("hyper",)).ok
+    assert verify.check(held, parts=("hyper",), **hyper._asdict()).ok
 
 
 def unrolled(problem, optimizer, hyper, estimator: Estimator = adjoint, family=None):
     """Return the derivative of the last batch's loss after a step on each of the others."""
     training = problem.training(optimizer, family)
-    meta, carry = training.meta(problem.params, hyper), training.init(problem.params, problem.buffers)
+    meta, carry = (
+        training.init_meta(problem.params, **hyper._asdict()),
+        training.init(problem.params, problem.buffers),
+    )
     outer = lambda carry: training.evaluate(carry, problem.batches[-1]).value  # noqa: E731
     return estimator(training, outer, meta, carry, problem.batches[:-1])
 
@@ -115,9 +121,9 @@ def test_derivatives_over_time_add_up_to_that_of_a_constant(setting, generator):
 
 def test_each_entry_has_the_derivative_of_a_central_difference(generator):
     problem, setting, h = mlp(generator), OPTIMIZERS["nesterov, decayed"], 1e-5
-    optimizer, hyper = scheduled(setting, 4, {"lr": [0.1, 0.05, 0.2, 0.1], "decay": [0.5, 0.9, 0.3, 0.6]})
+    optimizer, hyper = scheduled(setting, 4, {"lr": [0.1, 0.05, 0.2, 0.1], "momentum": [0.5, 0.9, 0.3, 0.6]})
     grads = unrolled(problem, optimizer, hyper).grads.hyper
-    for name in ("lr", "decay"):
+    for name in ("lr", "momentum"):
         for t in range(4):
             way = torch.zeros(4).index_fill(0, torch.tensor(t), h)
             ends = [
@@ -138,10 +144,10 @@ def test_an_online_learner_takes_a_constant_schedule_for_the_plain_optimizer(set
     problem, ends = mlp(generator), []
     for optimizer, hyper in ((setting.optimizer, setting.hyper()), scheduled(setting, 3)):
         training = problem.training(optimizer, Dense())
-        meta = training.meta(problem.params, hyper)
+        meta = training.init_meta(problem.params, **hyper._asdict())
         online = Online(training, Adam())
         outer_meta, state = (
-            online.meta(meta, Adam().hyper(lr=0.01)),
+            online.init_meta(meta, lr=0.01),
             online.init(meta, training.init(problem.params)),
         )
         for batch in problem.batches:
@@ -154,36 +160,33 @@ def test_an_online_learner_takes_a_constant_schedule_for_the_plain_optimizer(set
 
 
 def test_what_can_be_undone_can_be_undone_with_a_schedule(generator):
-    problem, optimizer = mlp(generator), Scheduled(ReversibleMomentum(), ("lr", "decay"))
-    plan = {"lr": [0.1, 0.05, 0.2], "decay": [0.5, 0.9, 0.3]}
-    hyper = optimizer.hyper(ReversibleMomentum().hyper(lr=0.1), 3, plan)
+    problem, optimizer = mlp(generator), Scheduled(ReversibleMomentum(), 3, ("lr", "momentum"))
+    hyper = optimizer.hyper(lr=[0.1, 0.05, 0.2], momentum=[0.5, 0.9, 0.3])
     swept = unrolled(problem, optimizer, hyper, adjoint, Dense())
     undone = unrolled(problem, optimizer, hyper, reversible, Dense())
     assert_same_bits(undone[:3], swept[:3])
 
 
 def test_schedules_nest(generator):
-    problem, both = mlp(generator), Scheduled(SGD(), ("lr", "weight_decay"))
-    outer = Scheduled(Scheduled(SGD()), ("weight_decay",))
-    rates, decays = {"lr": [0.1, 0.3]}, {"weight_decay": [0.2, 0.1]}
-    plain = SGD().hyper(lr=0.1)
-    nested = outer.hyper(Scheduled(SGD()).hyper(plain, 2, rates), 2, decays)
-    ours, flat = trained(problem, outer, nested), trained(problem, both, both.hyper(plain, 2, rates | decays))
+    problem, both = mlp(generator), Scheduled(SGD(), 3, ("lr", "weight_decay"))
+    outer = Scheduled(Scheduled(SGD(), 2), 3, ("weight_decay",))
+    nested = outer.hyper(lr=[0.1, 0.3], weight_decay=[0.2, 0.1, 0.3])
+    flat = both.hyper(lr=[0.1, 0.3, 0.3], weight_decay=[0.2, 0.1, 0.3])
+    ours, flat = trained(problem, outer, nested), trained(problem, both, flat)
     assert_same_bits(ours.params, flat.params)
 
 
 def stepped(hyper, time):
-    """Return what two steps from `time` on make of a parameter, for schedules of lr and decay."""
-    optimizer, params = Scheduled(Momentum(), ("lr", "decay")), {"w": torch.ones(2)}
+    """Return what two steps from `time` on make of a parameter, for schedules of lr and momentum."""
+    optimizer, params = Scheduled(Momentum(), 3, ("lr", "momentum")), {"w": torch.ones(2)}
     opt = ScheduledState(time, {"w": torch.ones(2)})
     for _ in range(2):
         params, opt = optimizer.update(hyper, params, opt, params)
     return params["w"]
 
 
-def ball(lr=(0.1, 0.2, 0.4), decay=(0.9, 0.5, 0.1)):
-    plain = Momentum().hyper(lr=0.1)
-    return Scheduled(Momentum(), ("lr", "decay")).hyper(plain, 3, {"lr": lr, "decay": decay})
+def ball(lr=(0.1, 0.2, 0.4), momentum=(0.9, 0.5, 0.1)):
+    return Scheduled(Momentum(), 3, ("lr", "momentum")).hyper(lr=lr, momentum=momentum)
 
 
 def test_vmap_over_schedules_and_over_times_is_a_loop():
@@ -212,7 +215,7 @@ def test_a_compiled_step_serves_every_time():
 
 
 def test_updates_and_credits_are_pure():
-    optimizer, params = Scheduled(Momentum(), ("lr", "decay")), {"w": torch.ones(2)}
+    optimizer, params = Scheduled(Momentum(), 3, ("lr", "momentum")), {"w": torch.ones(2)}
     _, opt = optimizer.update(ball(), params, optimizer.init(params), params)
     assert_pure(optimizer.update, ball(), params, opt, params)
     assert_pure(optimizer.pullback, ball(), params, opt, params, params)
@@ -221,72 +224,67 @@ def test_updates_and_credits_are_pure():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_parameters_and_state_stay_in_their_precision(dtype):
-    optimizer, params = Scheduled(Momentum(), ("lr", "decay")), {"w": torch.ones(2, dtype=dtype)}
-    hyper, opt = fitted(optimizer, ball(), params), optimizer.init(params)
+    optimizer, params = Scheduled(Momentum(), 3, ("lr", "momentum")), {"w": torch.ones(2, dtype=dtype)}
+    hyper, opt = fitted(optimizer, ball()._asdict(), params), optimizer.init(params)
     after, state = optimizer.update(hyper, params, opt, params)
     assert (after["w"].dtype, state.inner["w"].dtype) == (dtype, dtype)
     assert state.time.dtype == hyper.lr.dtype == torch.float32
 
 
 rolling = Training(
-    functional.plain(lambda params, batch: params["w"].sum()), Scheduled(Momentum(), ("lr", "decay"))
+    functional.plain(lambda params, batch: params["w"].sum()), Scheduled(Momentum(), 3, ("lr", "momentum"))
 )
 
 
 def started(hyper):
     params = {"w": torch.ones(2)}
-    return rolling.meta(params, hyper), rolling.init(params)
+    return rolling.init_meta(params, **hyper._asdict()), rolling.init(params)
 
 
-SGD_HYPER = SGD().hyper(lr=0.1)
 REFUSED = {
-    "a class": (lambda: Scheduled(cast(Any, SGD)), ["class SGD", "SGD()"]),
-    "no such field": (lambda: Scheduled(SGD(), ("decay",)), ["SGD()", "('decay',)", "'lr'"]),
-    "a string": (lambda: Scheduled(SGD(), cast(Any, "lr")), ["SGD()", "'lr'", "tuple", "('lr',)"]),
+    "a class": (lambda: Scheduled(cast(Any, SGD), 3), ["class SGD", "SGD()"]),
+    "no such field": (lambda: Scheduled(SGD(), 3, ("momentum",)), ["SGD()", "('momentum',)", "'lr'"]),
+    "a string": (lambda: Scheduled(SGD(), 3, cast(Any, "lr")), ["SGD()", "'lr'", "tuple", "('lr',)"]),
     "a schedule of a schedule": (
-        lambda: Scheduled(Scheduled(SGD()), ("lr",)),
+        lambda: Scheduled(Scheduled(SGD(), 3), 3, ("lr",)),
         ["Scheduled", "['weight_decay']", "('lr',)"],
     ),
-    "no steps": (lambda: Scheduled(SGD()).hyper(SGD_HYPER, 0), ["Scheduled", "steps=0", "positive"]),
-    "another optimizer's hyper": (
-        lambda: Scheduled(Momentum(), ("decay",)).hyper(SGD_HYPER, 3),
-        ["Momentum(nesterov=False)", "SGDHyper", "decay", ".hyper(...)"],
+    "a name that is not known": (
+        lambda: Scheduled(SGD(), 3).hyper(momentum=0.9),
+        ["SGD()", "lr, weight_decay", "momentum", "Momentum()"],
     ),
+    "no lr": (lambda: Scheduled(SGD(), 3).hyper(), ["SGD()", "needs a value for lr", "Pass lr=..."]),
     "too few entries": (
-        lambda: Scheduled(SGD()).hyper(SGD_HYPER, 3, {"lr": [0.1, 0.2]}),
-        ["3 entries", "lr", "got 2", "steps=2"],
+        lambda: Scheduled(SGD(), 3).hyper(lr=[0.1, 0.2]),
+        ["3 entries", "lr", "(2,)", "steps=2"],
     ),
     "too few for one": (
-        lambda: Scheduled(SGD()).hyper(SGD_HYPER, 3, {"lr": {"w": [0.1, 0.2]}}),
-        ["3 entries", "lr['w']", "got 2"],
+        lambda: Scheduled(SGD(), 3).hyper(lr={"w": [0.1, 0.2]}),
+        ["3 entries", "lr['w']", "(2,)"],
     ),
     "not scheduled": (
-        lambda: Scheduled(SGD()).hyper(SGD_HYPER, 1, {"weight_decay": [0.1]}),
-        ["['lr']", "['weight_decay']", "fields=('weight_decay',)"],
+        lambda: Scheduled(SGD(), 1).hyper(lr=0.1, weight_decay=[0.1]),
+        ["SGD()", "weight_decay", "[0.1]", "Scheduled"],
     ),
     "a negative entry": (
-        lambda: Scheduled(SGD()).hyper(SGD_HYPER, 3, {"lr": [0.1, -0.2, 0.3]}),
+        lambda: Scheduled(SGD(), 3).hyper(lr=[0.1, -0.2, 0.3]),
         ["lr[1]", "-0.2", "zero or more"],
     ),
     "a negative entry for one": (
-        lambda: Scheduled(SGD()).hyper(SGD_HYPER, 2, {"lr": {"w": [0.1, -0.2]}}),
+        lambda: Scheduled(SGD(), 2).hyper(lr={"w": [0.1, -0.2]}),
         ["lr['w'][1]", "-0.2"],
     ),
     "not a number": (
-        lambda: Scheduled(SGD()).hyper(SGD_HYPER, 2, {"lr": [0.1, float("nan")]}),
+        lambda: Scheduled(SGD(), 2).hyper(lr=[0.1, float("nan")]),
         ["lr[1]", "nan"],
-    ),
-    "a plain hyper": (
-        lambda: started(Momentum().hyper(lr=0.1)),
-        ["Scheduled", "lr", "()", "hyper(hyper, steps)"],
     ),
     "an empty schedule": (
         lambda: started(ball()._replace(lr=torch.ones(0))),
-        ["Scheduled", "lr", "(0,)", "one or more"],
+        ["Scheduled", "lr", "(0,)", "3 entries"],
     ),
     "other lengths": (
         lambda: started(ball()._replace(lr=torch.ones(2))),
-        ["Scheduled", "'lr': 2", "'decay': 3", "Repeat"],
+        ["Scheduled", "lr", "3 entries", "(2,)"],
     ),
     "a matrix": (lambda: started(ball()._replace(lr=torch.ones(3, 2))), ["lr", "(3, 2)"]),
     "a schedule for a plain optimizer": (
@@ -298,8 +296,8 @@ REFUSED = {
         ["Scheduled", "cannot be undone", "Momentum(nesterov=False)", "ReversibleMomentum()", "adjoint"],
     ),
     "learned from the boundary": (
-        lambda: Online(rolling, SGD(), ("hyper.decay",)).init(*started(ball(decay=(0.5, 0.0, 0.5)))),
-        ["Online", "hyper.decay[1]", "0", "boundary", "Start inside"],
+        lambda: Online(rolling, SGD(), ("momentum",)).init(*started(ball(momentum=(0.5, 0.0, 0.5)))),
+        ["Online", "hyper.momentum[1]", "0", "boundary", "Start inside"],
     ),
 }
 
@@ -316,13 +314,13 @@ def test_bad_schedules_get_a_clear_sentence(act, words):
 
 def test_a_hypergradient_moves_each_entry_by_its_own_name(generator):
     problem = mlp(generator)
-    training = problem.training(Scheduled(SGD()))
-    meta = training.meta(problem.params, Scheduled(SGD()).hyper(SGD_HYPER, 3))
+    training = problem.training(Scheduled(SGD(), 3))
+    meta = training.init_meta(problem.params, lr=0.1)
     assert isinstance(meta, Meta)
     assert set(tree.named(meta)) == {"hyper.lr", "hyper.weight_decay"}
-    online = Online(training, SGD(), ("hyper.lr",), guards=())
+    online = Online(training, SGD(), ("lr",), guards=())
     outer_meta, state = (
-        online.meta(meta, SGD().hyper(lr=0.1)),
+        online.init_meta(meta, lr=0.1),
         online.init(meta, training.init(problem.params)),
     )
     for batch in problem.batches[:2]:  # the second step learns from the first, which used the first entry
@@ -336,10 +334,10 @@ def test_a_hypergradient_moves_each_entry_by_its_own_name(generator):
 )
 def test_a_schedule_of_anything_but_numbers_is_refused(value):
     with pytest.raises(TypeError, match=r"takes numbers for lr, got .+ Pass a number"):
-        Scheduled(SGD()).hyper(SGD().hyper(lr=0.1), 3, {"lr": value})
+        Scheduled(SGD(), 3).hyper(lr=value)
 
 
 @pytest.mark.parametrize("steps", [0, -1, True, 2.0, None, "3"], ids=repr)
 def test_a_number_of_steps_that_is_none_is_refused(steps):
-    with pytest.raises(ValueError, match=r"takes one step or more, got steps=.+ Pass a positive integer"):
-        Scheduled(SGD()).hyper(SGD().hyper(lr=0.1), steps)
+    with pytest.raises(ValueError, match=r"takes one step or more, got steps=.+ Pass the number of entries"):
+        Scheduled(SGD(), steps)

@@ -150,10 +150,10 @@ def test_large_matrices_have_no_image_and_larger_ones_no_histogram_of_p(tmp_path
 
 def test_diagnostics_of_an_online_learner_are_scalars(tmp_path):
     training, params = Training(loss, SGD(), {"w": Dense()}), {"w": torch.ones(2)}
-    meta = training.meta(params, SGD().hyper(lr=0.1))
+    meta = training.init_meta(params, lr=0.1)
     online: Any = Online(training, Adam())
     with Logger(tmp_path) as logger:
-        logger.diagnostics(0, online, online.meta(meta, Adam().hyper(lr=0.01)), params)
+        logger.diagnostics(0, online, online.init_meta(meta, lr=0.01), params)
     tags = read(tmp_path).Tags()
     assert "hyper/lr" in tags["scalars"]
     assert tags["images"] == tags["histograms"] == []

@@ -27,7 +27,7 @@ from metafop import (
 from metafop.hypergradients import Evolution, adjoint
 
 close = torch.testing.assert_close
-LR = ("hyper.lr",)
+LR = ("lr",)
 squares = functional.plain(lambda params, batch: (batch * params["w"].square()).sum() / 2)
 slope = functional.plain(lambda params, batch: (batch * params["w"]).sum())
 
@@ -40,7 +40,7 @@ def of(loss, w, lr=0.1, optimizer: Any = None, family: Any = None):
     """Return a training of one parameter "w", its meta and its carry."""
     params, optimizer = {"w": tensor(*w)}, optimizer or SGD()
     training = Training(loss, optimizer, {"w": family} if family else {})
-    return training, training.meta(params, optimizer.hyper(lr=lr)), training.init(params)
+    return training, training.init_meta(params, lr=lr), training.init(params)
 
 
 def by_formula(start, middle, end):
@@ -49,10 +49,10 @@ def by_formula(start, middle, end):
     return float((d * numpy.sign(middle - start) * numpy.sign(end - middle)).sum() / d.sum())
 
 
-def descended(problem, lr, decay):
+def descended(problem, lr, momentum):
     """Return the parameters after momentum over the batches, by a loop of torch's optimizer."""
     params = {k: p.clone().requires_grad_() for k, p in problem.params.items()}
-    optimizer = torch.optim.SGD(params.values(), lr=lr, momentum=decay)
+    optimizer = torch.optim.SGD(params.values(), lr=lr, momentum=momentum)
     for batch in problem.batches:
         optimizer.zero_grad()
         problem.loss(params, {}, batch)[0].backward()
@@ -65,9 +65,9 @@ def test_metasmoothness_is_the_formula_over_three_trainings_by_hand(generator, h
     # lr 4 is too large for this network: its parameters turn.
     problem = mlp(generator)
     training = problem.training(Momentum())
-    meta = training.meta(problem.params, Momentum().hyper(lr=4.0, decay=0.5))
+    meta = training.init_meta(problem.params, lr=4.0, momentum=0.5)
     found = diagnostics.metasmoothness(
-        training, meta, training.init(problem.params), problem.batches, ("hyper.lr", "hyper.decay"), h
+        training, meta, training.init(problem.params), problem.batches, ("lr", "momentum"), h
     )
     ends = [descended(problem, 4.0 * math.exp(k * h), 1 / (1 + math.exp(-k * h))) for k in range(3)]
     expected = {f"metasmoothness/{name}": by_formula(*[end[name] for end in ends]) for name in ends[0]}
@@ -96,14 +96,14 @@ def test_a_parameter_that_turns_counts_by_how_far_it_gets():
 def test_a_direction_says_how_far_each_learned_number_moves(generator):
     problem = mlp(generator)
     training = problem.training(SGD(), Dense())
-    meta, carry = training.meta(problem.params, SGD().hyper(lr=2.0)), training.init(problem.params)
+    meta, carry = training.init_meta(problem.params, lr=2.0), training.init(problem.params)
 
     def found(learn, h, direction=None):
         return diagnostics.metasmoothness(training, meta, carry, problem.batches, learn, h, direction)
 
     assert_same_bits(
-        found(("hyper.lr", "precond"), 0.25, tree.map(torch.ones_like, meta)),
-        found(("hyper.lr", "precond"), 0.25),
+        found(("lr", "precond"), 0.25, tree.map(torch.ones_like, meta)),
+        found(("lr", "precond"), 0.25),
     )
     assert_same_bits(found(LR, 0.25, tree.map(lambda x: torch.full_like(x, 2.0), meta)), found(LR, 0.5))
     assert found(LR, 0.5) != found(("precond",), 0.5)
@@ -112,7 +112,7 @@ def test_a_direction_says_how_far_each_learned_number_moves(generator):
 def test_metasmoothness_of_an_online_learner_is_that_of_its_params():
     training, meta, carry = of(squares, [1.0, 1.0], lr=0.05)
     online = Online(training, SGD(), learn=LR, guards=())
-    outer_meta, state = online.meta(meta, SGD().hyper(lr=0.3)), online.init(meta, carry)
+    outer_meta, state = online.init_meta(meta, lr=0.3), online.init(meta, carry)
     batches = 6 * [tensor(1.0, 3.0)]
     ends = []
     for k in range(3):
@@ -146,7 +146,7 @@ def test_metasmoothness_of_what_does_not_move_or_is_not_finite_is_nan():
 def test_half_precision_is_scored_in_float32():
     params = {"w": torch.ones(1000, dtype=torch.bfloat16)}
     training = Training(slope, SGD())
-    meta, carry = training.meta(params, SGD().hyper(lr=0.5)), training.init(params)
+    meta, carry = training.init_meta(params, lr=0.5), training.init(params)
     score = diagnostics.metasmoothness(training, meta, carry, [torch.ones(1000)], LR, h=0.2)["metasmoothness"]
     assert score == 1
     assert score.dtype == torch.float32
@@ -167,7 +167,7 @@ def test_variance_is_that_of_numpy_in_the_coordinates_of_what_is_learned():
     training, meta, _ = of(slope, [1.0, 1.0], lr=0.5, family=Diagonal())
     rows = numpy.array([[2.0, 1.0, -1.0], [3.0, 2.0, 0.5], [-1.0, 4.0, 1.0], [6.0, 0.5, 2.0]])
     estimates = estimates_of(meta, *[{"hyper.lr": r[0], "precond.w": r[1:].tolist()} for r in rows])
-    found = diagnostics.variance(training, meta, estimates, ("hyper.lr", "precond"))
+    found = diagnostics.variance(training, meta, estimates, ("lr", "precond"))
 
     chained = rows * [0.5, 1.0, 1.0]  # d/d log lr = lr d/d lr
     expected: dict[str, Any] = {"cosine": cosine(chained)}
@@ -226,8 +226,8 @@ def test_the_standard_error_is_that_of_evolution():
 def test_halves_are_the_hypergradients_of_even_and_odd_batches(generator):
     problem = mlp(generator)
     training = problem.training(Momentum(), Diagonal())
-    meta = training.meta(problem.params, Momentum().hyper(lr=0.5, decay=0.5))
-    carry, learn = training.init(problem.params), ("hyper.lr", "hyper.decay", "precond")
+    meta = training.init_meta(problem.params, lr=0.5, momentum=0.5)
+    carry, learn = training.init(problem.params), ("lr", "momentum", "precond")
 
     def outer_loss(carry):
         return problem.loss(carry.params, {}, problem.batches[0])[0]
@@ -237,7 +237,7 @@ def test_halves_are_the_hypergradients_of_even_and_odd_batches(generator):
         tree.named(adjoint(training, outer_loss, meta, carry, problem.batches[first:4:2]).grads)
         for first in (0, 1)  # of five batches the last is left out
     )
-    scale = {"hyper.lr": 0.5, "hyper.decay": 0.25}
+    scale = {"hyper.lr": 0.5, "hyper.momentum": 0.25}
     leaves = [name for name in even if name != "hyper.weight_decay"]
     a, b = ({name: (scale.get(name, 1.0) * x[name]).numpy().ravel() for name in leaves} for x in (even, odd))
     a, b = ({"": numpy.concatenate(list(x.values()))} | x for x in (a, b))
@@ -259,18 +259,18 @@ def test_halves_of_opposite_batches_disagree():
         meta,
         carry,
         batches,
-        ("hyper.lr", "precond"),
+        ("lr", "precond"),
     )
     close({k: v.item() for k, v in found.items()}, dict.fromkeys(found, -1.0), rtol=1e-12, atol=0)
 
 
 def test_leaves_on_a_schedule_and_beside_times_are_looked_at():
-    optimizer = Scheduled(SGD())
+    optimizer = Scheduled(SGD(), 4)
     params = {"w": tensor(1.0, 1.0)}
     training = Training(squares, optimizer, {"w": Rescaled(Diagonal(), 0.5)})
-    meta = training.meta(params, optimizer.hyper(SGD().hyper(lr=0.1), 4))
+    meta = training.init_meta(params, lr=0.1)
     carry, batches = training.init(params), 4 * [tensor(1.0, 2.0)]
-    learn = ("hyper.lr", "precond")
+    learn = ("lr", "precond")
     assert diagnostics.metasmoothness(training, meta, carry, batches, learn)["metasmoothness"] == 1
     found = diagnostics.halves(
         adjoint, training, lambda carry: carry.params["w"].sum(), meta, carry, batches, learn
@@ -309,10 +309,10 @@ CASES = {
     "h that is a word": (lambda: smoothness(h=cast(Any, "small")), ["h='small'", "0.01"]),
     "no batches": (lambda: smoothness(batches=[]), ["no batches", "at least one"]),
     "batches that pass": (lambda: smoothness(batches=cast(Any, iter(batches))), ["list_iterator", "list("]),
-    "a name, not a tuple": (lambda: smoothness(learn="hyper.lr"), ["'hyper.lr'", '("precond", "hyper.lr")']),
-    "a name that is not there": (lambda: smoothness(learn=("hyper.decay",)), ["'hyper.decay'", "hyper.lr"]),
+    "a name, not a tuple": (lambda: smoothness(learn="lr"), ["'lr'", '("precond", "lr")']),
+    "a name that is not there": (lambda: smoothness(learn=("momentum",)), ["'momentum'", "'lr'"]),
     "a leaf on the boundary": (
-        lambda: smoothness(learn=("hyper.weight_decay",)),
+        lambda: smoothness(learn=("weight_decay",)),
         ["metasmoothness", "hyper.weight_decay", "0", "boundary", "Start inside"],
     ),
     "another's direction": (

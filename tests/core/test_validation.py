@@ -15,6 +15,7 @@ from metafop import (
     Dense,
     Kronecker,
     LowRank,
+    Meta,
     Momentum,
     Normalized,
     Online,
@@ -22,6 +23,7 @@ from metafop import (
     SGDHyper,
     Spatial,
     Training,
+    Unrolled,
     assign,
     functional,
     safeguards,
@@ -32,12 +34,11 @@ from metafop.hypergradients import by_autograd
 loss = functional.plain(lambda params, batch: torch.stack([p.sum() for p in params.values()]).square().sum())
 weights = {"w": torch.ones(3, 4)}
 training = Training(loss, SGD(), {"w": Dense()})
-hyper = SGD().hyper(lr=0.1)
 
 
 def online(meta=None, params=weights, **settings):
     learner = Online(training, SGD(), **settings)
-    return learner.init(meta or training.meta(weights, hyper), training.init(params))
+    return learner.init(meta or training.init_meta(weights, lr=0.1), training.init(params))
 
 
 def stepped(loss, batch=None):
@@ -69,32 +70,85 @@ CASES = {
     "negative lr": (lambda: SGD().hyper(lr=-0.1), ["SGD()", "lr", "-0.1", "zero or more"]),
     "negative lr of one": (lambda: SGD().hyper(lr={"w": -0.1}), ["SGD()", "lr['w']", "-0.1"]),
     "lr not a number": (lambda: SGD().hyper(lr=float("nan")), ["SGD()", "lr", "nan"]),
-    "decay of 1": (lambda: Momentum().hyper(lr=0.1, decay=1.0), ["Momentum", "decay", "1", "below 1"]),
-    "beta above 1": (lambda: Adam().hyper(lr=0.1, beta2=1.5), ["Adam()", "beta2", "1.5", "below 1"]),
+    "decay of 1": (lambda: Momentum().hyper(lr=0.1, momentum=1.0), ["Momentum", "momentum", "1", "below 1"]),
+    "beta above 1": (
+        lambda: Adam().hyper(lr=0.1, betas=(0.9, 1.5)),
+        ["Adam()", "betas[1]", "1.5", "below 1"],
+    ),
     "eps of 0": (lambda: Adam().hyper(lr=0.1, eps=0.0), ["Adam()", "eps", "0", "above zero"]),
     "lr of a shape": (lambda: SGD().hyper(lr=torch.ones(2)), ["SGD()", "lr", "(2,)", "vmap"]),
     "integer lr": (lambda: SGD().hyper(lr=torch.tensor(1)), ["SGD()", "lr", "int64", "float"]),
     "lr by wrong names": (
-        lambda: training.meta(weights, SGD().hyper(lr={"v": 0.1})),
-        ["SGD()", "lr", "['v']", "['w']", "one scalar"],
+        lambda: training.init_meta(weights, lr={"v": 0.1}),
+        ["SGD()", "lr", "['v']", "['w']", "'*' for the rest"],
     ),
-    "another optimizer's hyper": (
-        lambda: training.meta(weights, Adam().hyper(lr=0.1)),
-        ["SGD()", "['lr', 'weight_decay']", "AdamHyper", "SGD().hyper"],
+    "a pattern that fits nothing": (
+        lambda: training.init_meta(weights, lr={"v*": 0.1, "*": 0.2}),
+        ["SGD()", "lr", "['v*', '*']", "['w']"],
     ),
-    "hyper that is none": (lambda: training.meta(weights, 0.1), ["SGD()", "float", "SGD().hyper"]),
+    "a pattern behind another": (
+        lambda: training.init_meta(weights, lr={"*": 0.1, "w": 0.2}),
+        ["SGD()", "lr", "['*', 'w']"],
+    ),
+    "another optimizer's hyperparameter": (
+        lambda: training.init_meta(weights, lr=0.1, momentum=0.9),
+        ["SGD()", "lr, weight_decay", "got momentum", "Momentum()"],
+    ),
+    "an unknown hyperparameter": (
+        lambda: training.init_meta(weights, learning_rate=0.1),
+        ["SGD()", "lr, weight_decay", "got learning_rate"],
+    ),
+    "no lr": (lambda: training.init_meta(weights), ["SGD()", "needs a value for lr", "Pass lr=..."]),
+    "one beta": (
+        lambda: Adam().hyper(lr=0.1, betas=cast(Any, 0.9)),
+        ["Adam()", "2 values for betas", "0.9", "tuple"],
+    ),
+    "a hyper for a meta": (
+        lambda: training.step(cast(Any, SGD().hyper(lr=0.1)), training.init(weights), None),
+        ["Meta", "SGDHyper", "training.init_meta"],
+    ),
+    "a leaf of meta that is a float": (
+        lambda: training.step(
+            Meta(SGD().hyper(lr=0.1)._replace(lr=cast(Any, 0.1)), {"w": ()}), training.init(weights), None
+        ),
+        ["hyper.lr is 0.1", "float", "torch.tensor(0.1)"],
+    ),
+    "a hyper for an outer meta": (
+        lambda: Online(training, SGD()).step(cast(Any, SGD().hyper(lr=0.1)), online(), None),
+        ["Online", "SGDHyper", "online.init_meta"],
+    ),
+    "torch's optimizer": (
+        lambda: Training(loss, cast(Any, torch.optim.SGD)),
+        ["torch.optim.sgd.SGD", "metafop.SGD()", "metafop.Momentum()"],
+    ),
+    "an object of torch's optimizer": (
+        lambda: Training(loss, cast(Any, torch.optim.AdamW([torch.ones(2)]))),
+        ["torch.optim.adamw.AdamW", "metafop.Adam()"],
+    ),
+    "an optimizer of torch that is not here": (
+        lambda: Training(loss, cast(Any, torch.optim.Rprop)),
+        ["Rprop", "domains, init and update"],
+    ),
+    "an optimizer that lacks a method": (
+        lambda: Training(loss, cast(Any, "sgd")),
+        ["'sgd'", "domains, init, update", "Adam()"],
+    ),
+    "an estimator's name": (
+        lambda: Unrolled(training, SGD(), estimator=cast(Any, "adjoint")),
+        ["Unrolled", "'adjoint'", "metafop.hypergradients.adjoint"],
+    ),
     "empty tree": (lambda: training.init({}), ["parameters", "empty", "at least one"]),
     "integer parameters": (
         lambda: training.init({"w": torch.ones(2, dtype=torch.int32)}),
         ["'w'", "int32", "Convert"],
     ),
     "complex parameters": (
-        lambda: training.meta({"w": torch.ones(2, dtype=torch.complex64)}, hyper),
+        lambda: training.init_meta({"w": torch.ones(2, dtype=torch.complex64)}, lr=0.1),
         ["'w'", "complex64", "view_as_real"],
     ),
     "not a tensor": (lambda: training.init({"w": cast(Any, [1.0])}), ["'w'", "list", "Convert"]),
     "unknown parameter": (
-        lambda: training.meta({"v": torch.ones(2)}, hyper),
+        lambda: training.init_meta({"v": torch.ones(2)}, lr=0.1),
         ["'w'", "['v']", "Correct the name"],
     ),
     "a loss that is not scalar": (
@@ -106,12 +160,14 @@ CASES = {
         ["loss", "Tensor", "functional.plain"],
     ),
     "a tree that changes": (
-        lambda: training.step(training.meta(weights, hyper), training.init({"v": torch.ones(3, 4)}), None),
-        ["['v']", "['w']", "training.meta"],
+        lambda: training.step(
+            training.init_meta(weights, lr=0.1), training.init({"v": torch.ones(3, 4)}), None
+        ),
+        ["['v']", "['w']", "training.init_meta"],
     ),
     "a shape that changes": (
         lambda: online(params={"w": torch.ones(3, 8)}),
-        ["Dense()", "'w'", "(3, 8)", "4, 4", "8, 8", "training.meta"],
+        ["Dense()", "'w'", "(3, 8)", "4, 4", "8, 8", "training.init_meta"],
     ),
     "a rule that fits nothing": (
         lambda: assign(weights, {"conv*": Spatial()}),
@@ -120,21 +176,21 @@ CASES = {
     "dropout": (noisy, ["Dropout", "training mode", "eval mode"]),
     "unknown order": (lambda: online(order="first"), ["order", "'first'", "exact"]),
     "unknown credit": (lambda: online(credit="all"), ["credit", "'all'", "velocity"]),
-    "learn a string": (lambda: online(learn="precond"), ["learn='precond'", '("precond", "hyper.lr")']),
+    "learn a string": (lambda: online(learn="precond"), ["learn='precond'", '("precond", "lr")']),
     "learn what is not there": (
-        lambda: online(learn=("hyper.decay",)),
-        ["'hyper.decay'", "hyper.lr", "Name one"],
+        lambda: online(learn=("momentum",)),
+        ["'momentum'", "'lr'", "Name one"],
     ),
     "learn from the boundary": (
-        lambda: online(learn=("hyper.weight_decay",)),
+        lambda: online(learn=("weight_decay",)),
         ["hyper.weight_decay", "0", "boundary", "Start inside"],
     ),
     "meta lr by wrong names": (
-        lambda: Online(training, SGD()).meta(training.meta(weights, hyper), SGD().hyper(lr={"w": 0.1})),
+        lambda: Online(training, SGD()).init_meta(training.init_meta(weights, lr=0.1), lr={"w": 0.1}),
         ["lr", "['w']", "['precond.w']"],
     ),
     "a tower on the paper's order": (
-        lambda: Online(Online(training, SGD(), order="paper"), SGD(), ("hyper.lr",)),
+        lambda: Online(Online(training, SGD(), order="paper"), SGD(), ("lr",)),
         ["Online", "paper", "exact"],
     ),
     "autograd with credit": (
@@ -152,18 +208,18 @@ CASES = {
         ["'w'", "nn.Parameter", "detach()"],
     ),
     "hyper by hand, negative": (
-        lambda: training.meta(weights, SGDHyper(torch.tensor(-0.1), torch.tensor(0.0))),
+        lambda: training.init_meta(weights, **SGDHyper(torch.tensor(-0.1), torch.tensor(0.0))._asdict()),
         ["SGD()", "lr", "-0.1"],
     ),
     "hyper in words": (lambda: SGD().hyper(lr=cast(Any, "fast")), ["SGD()", "lr", "'fast'", "float"]),
     "lr that is a bool": (lambda: SGD().hyper(lr=True), ["SGD()", "lr", "True", "Pass a float"]),
-    "decay that is a bool": (
-        lambda: Momentum().hyper(lr=0.1, decay=True),
-        ["Momentum", "decay", "True", "Pass a float"],
+    "momentum that is a bool": (
+        lambda: Momentum().hyper(lr=0.1, momentum=True),
+        ["Momentum", "momentum", "True", "Pass a float"],
     ),
     "beta of one that is a bool": (
-        lambda: Adam().hyper(lr=0.1, beta1={"w": False}),
-        ["Adam()", "beta1['w']", "False", "Pass a float"],
+        lambda: Adam().hyper(lr=0.1, betas=({"w": False}, 0.9)),
+        ["Adam()", "betas[0]['w']", "False", "Pass a float"],
     ),
     "lr that is a tensor of a bool": (
         lambda: SGD().hyper(lr=torch.tensor(True)),
@@ -175,16 +231,16 @@ CASES = {
         lambda: SGD().hyper(lr=torch.tensor(1j)),
         ["SGD()", "lr", "complex", "Pass a float"],
     ),
-    "decay not a number": (
-        lambda: Momentum().hyper(lr=0.1, decay=float("nan")),
-        ["Momentum", "decay", "nan", "below 1"],
+    "momentum not a number": (
+        lambda: Momentum().hyper(lr=0.1, momentum=float("nan")),
+        ["Momentum", "momentum", "nan", "below 1"],
     ),
     "hyper by hand, a bool": (
-        lambda: training.meta(weights, SGDHyper(cast(Any, True), torch.tensor(0.0))),
+        lambda: training.init_meta(weights, **SGDHyper(cast(Any, True), torch.tensor(0.0))._asdict()),
         ["SGD()", "lr", "True", "Pass a float"],
     ),
     "a seed for a generator": (
-        lambda: training.meta(weights, hyper, cast(Any, 0)),
+        lambda: training.init_meta(weights, cast(Any, 0), lr=0.1),
         ["torch.Generator", "0", "manual_seed"],
     ),
     "an optimizer's class": (lambda: Training(loss, cast(Any, SGD)), ["class SGD", "SGD()"]),
@@ -224,24 +280,24 @@ CASES = {
     ),
     "a wrapper of a class": (lambda: Normalized(cast(Any, Dense)), ["Normalized", "Dense", "Dense()"]),
     "the training's meta for the learner's": (
-        lambda: Online(training, SGD()).step(training.meta(weights, hyper), online(), None),
-        ["online.meta(...)", "['w']", "Pass the former"],
+        lambda: Online(training, SGD()).step(training.init_meta(weights, lr=0.1), online(), None),
+        ["online.init_meta(", "['w']", "Pass the former"],
     ),
     "names that collide": (
-        lambda: Training(loss, SGD(), {"a": Kronecker(), "a.inputs": Dense()}).meta(
-            {"a": torch.ones(3, 2), "a.inputs": torch.ones(2)}, hyper
+        lambda: Training(loss, SGD(), {"a": Kronecker(), "a.inputs": Dense()}).init_meta(
+            {"a": torch.ones(3, 2), "a.inputs": torch.ones(2)}, lr=0.1
         ),
         ["'a.inputs'", "share names", "Rename"],
     ),
-    "a rule without its hyper": (lambda: verify.check(optimizer=Adam()), ["Adam()", "hyper", "Adam().hyper"]),
+    "a rule without its hyper": (lambda: verify.check(optimizer=Adam()), ["Adam()", "lr", "Pass lr=..."]),
 }
 
 
 def _momentum_state():
     ball = Training(loss, Momentum(), {"w": Dense()})
     learner = Online(ball, SGD())
-    meta = ball.meta(weights, Momentum().hyper(lr=0.1))
-    return learner.meta(meta, SGD().hyper(lr=0.1)), learner.init(meta, ball.init(weights))
+    meta = ball.init_meta(weights, lr=0.1)
+    return learner.init_meta(meta, lr=0.1), learner.init(meta, ball.init(weights))
 
 
 @pytest.mark.parametrize(("act", "words"), list(CASES.values()), ids=list(CASES))

@@ -61,7 +61,7 @@ class Backwards(SGD):
 
 
 def test_a_wrong_derivative_in_the_direction_is_found():
-    report = verify.check(optimizer=Backwards(), hyper=SGD().hyper(lr=0.05))
+    report = verify.check(optimizer=Backwards(), lr=0.05)
     assert [row.part for row in report.rows if not row.ok] == ["precond.w"]
 
 
@@ -77,7 +77,7 @@ def test_parts_that_are_not_there_are_refused():
 
 
 def test_a_wrong_update_rule_is_found_and_its_part_is_named():
-    report = verify.check(optimizer=Doubling(), hyper=SGD().hyper(lr=0.05))
+    report = verify.check(optimizer=Doubling(), lr=0.05)
     assert {row.part for row in report.rows if not row.ok} >= {"hyper.lr"}
 
 
@@ -98,15 +98,15 @@ def test_a_pullback_of_another_shape_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("optimizer", "hyper"),
     [
-        (Momentum(nesterov=True), Momentum().hyper(lr=0.3, decay=0.3)),
-        (Adam(), Adam().hyper(lr=0.3, beta2=0.9)),
+        (Momentum(nesterov=True), {"lr": 0.3, "momentum": 0.3}),
+        (Adam(), {"lr": 0.3, "betas": (0.9, 0.9)}),
     ],
     ids=["nesterov", "adam"],
 )
 def test_other_seeds_shapes_and_values_pass_too(optimizer, hyper, shape, seed):
-    assert verify.check(optimizer, hyper, Dense(), shape, seed=seed).ok
-    assert verify.check(optimizer, hyper, LowRank(1), shape, seed=seed).ok
-    assert verify.check(optimizer, hyper, Identity(), shape, seed=seed).ok
+    assert verify.check(optimizer, Dense(), shape, seed=seed, **hyper).ok
+    assert verify.check(optimizer, LowRank(1), shape, seed=seed, **hyper).ok
+    assert verify.check(optimizer, Identity(), shape, seed=seed, **hyper).ok
 
 
 def test_the_command_prints_the_table_writes_json_and_exits_with_zero(tmp_path, capsys):

@@ -9,7 +9,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from experiments.__main__ import main
 from experiments.studies.compare import horizons, methods, noisy_quadratic, training_curves
 from experiments.studies.compare.digits import digits
-from metafop import Momentum, Scheduled
 
 SMALL = {
     "hidden": "4",
@@ -65,7 +64,7 @@ def test_one_step_is_the_derivative_through_one_step(generator):
     assert agreement.error < 1e-10
     torch.testing.assert_close(agreement.mean("M", "one step")[..., 0], torch.ones(2, 2))
     # At rest the velocity is zero, and so is the derivative of the first step in momentum.
-    assert agreement.mean("decay", "one step")[:, 0].eq(0).all()
+    assert agreement.mean("momentum", "one step")[:, 0].eq(0).all()
 
 
 def test_the_quadratics_hypergradients_have_the_expectation_in_closed_form(generator):
@@ -88,8 +87,7 @@ def test_many_networks_under_one_loss_move_as_if_alone(generator):
     data = digits(4, 2, seed=0)
     task = methods.Networks(data, networks=2, together=2, horizon=3, batch=8, seed=0)
     training, both = task.training, task.start(0)
-    hyper = Momentum().hyper(lr=0.1)
-    meta = training.meta(both.params, Scheduled(Momentum()).hyper(hyper, 2, {"lr": [0.3, 0.1]}))
+    meta = training.init_meta(both.params, lr=[0.3, 0.1, 0.1])
     for batch in task.batches(0, 0):
         both, _ = training.step(meta, both, batch)
     method = methods.scheduled(data, torch.arange(2), meta.hyper.lr.expand(2, -1))

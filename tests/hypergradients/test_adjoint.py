@@ -45,7 +45,7 @@ def unrolled(make, setting, family, generator, steps=4):
     """Return what an estimator takes: a training, an outer loss on a batch of its own, meta, …"""
     problem = make(generator)
     training = problem.training(setting.optimizer, family)
-    meta = training.meta(problem.params, setting.hyper(), generator)
+    meta = training.init_meta(problem.params, generator, **setting.hyper()._asdict())
     meta = Meta(meta.hyper, moved(meta.precond, generator))
     *batches, last = problem.batches
     carry = training.init(problem.params, problem.buffers)
@@ -115,8 +115,8 @@ def test_an_online_learner_is_differentiated_like_any_training(order, generator)
     training, outer_loss, meta, carry, batches = unrolled(
         convnet, OPTIMIZERS["heavy ball"], LowRank(2), generator, steps=6
     )
-    online = Online(training, Adam(), ("precond", "hyper.lr"), order=order)
-    outer_meta, state = online.meta(meta, Adam().hyper(lr=0.01)), online.init(meta, carry)
+    online = Online(training, Adam(), ("precond", "lr"), order=order)
+    outer_meta, state = online.init_meta(meta, lr=0.01), online.init(meta, carry)
     problem = (online, lambda state: outer_loss(state.carry), outer_meta, state, batches)
     expected = autograd(*problem)
     assert expected.grads.hyper.lr.abs() > 1e-4
@@ -199,7 +199,7 @@ def test_images_are_turned_channels_last_for_models_that_take_them_so(shape, tak
 def test_a_root_of_the_carries_is_held_at_once_all_told():
     loss = functional.plain(lambda params, batch: params["w"].square().sum())
     training, params = Training(loss, Momentum()), {"w": torch.ones(50_000)}
-    meta, carry = training.meta(params, Momentum().hyper(lr=0.01)), training.init(params)
+    meta, carry = training.init_meta(params, lr=0.01), training.init(params)
 
     def peak(steps):
         given = training, lambda carry: carry.params["w"].sum(), meta, carry, steps * [torch.zeros(())]
@@ -216,7 +216,7 @@ def test_what_was_compiled_for_one_tensor_twice_is_not_used_for_two():
     )
     training, lr = Training(loss, Momentum()), torch.tensor(0.1)
     params = {"a": torch.linspace(0, 1, 3), "b": torch.ones(3)}
-    meta = training.meta(params, Momentum().hyper(lr={"a": lr, "b": lr}))
+    meta = training.init_meta(params, lr={"a": lr, "b": lr})
     x, y = torch.ones(3), torch.linspace(1, 2, 3)
     call = (lambda carry: (carry.params["a"] + carry.params["b"]).sin().sum(), meta, training.init(params))
     for batches in ([(x, x)] * 3, [(x, y)] * 3):
@@ -237,7 +237,7 @@ def test_what_was_compiled_for_one_form_is_not_used_for_another():
         ({"w": w.T.contiguous().T}, [{"x": x, "none": None}, {"x": x.T.contiguous().T, "none": None}]),
         ({"w": w.float()}, [{"x": x.float(), "none": None}] * 3),
     ):
-        meta = training.meta(params, Momentum().hyper(lr=0.1))
+        meta = training.init_meta(params, lr=0.1)
         call = (lambda carry: carry.params["w"].sum(), meta, training.init(params), batches)
         rtol = 1e-10 if params["w"].dtype == torch.float64 else 1e-5
         assert_same_estimate(Adjoint(compile=True)(training, *call), autograd(training, *call), rtol)
@@ -246,7 +246,7 @@ def test_what_was_compiled_for_one_form_is_not_used_for_another():
 def test_a_loss_that_reads_values_is_not_compiled():
     loss = functional.plain(lambda params, batch: params["w"].sum() * (2 if params["w"].sum() > 0 else 1))
     training, params = Training(loss, Momentum()), {"w": torch.ones(2)}
-    meta, carry = training.meta(params, Momentum().hyper(lr=0.1)), training.init(params)
+    meta, carry = training.init_meta(params, lr=0.1), training.init(params)
     with pytest.raises(RuntimeError, match=r"reads the values .* Use torch.where"):
         Adjoint(compile=True)(training, lambda carry: carry.params["w"].sum(), meta, carry, [None])
 
@@ -301,7 +301,7 @@ def evaluated(make, generator, eval_mode):
         problem.model.train(not eval_mode),
         lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
     )
-    meta = training.meta(problem.params, Momentum().hyper(lr=0.1))
+    meta = training.init_meta(problem.params, lr=0.1)
     carry = training.init(problem.params, problem.buffers)
     *batches, last = problem.batches
     return training, lambda carry: outer(carry.params, carry.buffers, last)[0], meta, carry, batches
@@ -325,7 +325,7 @@ def test_a_gradient_that_reads_buffers_is_said_to_miss_something(estimator):
 
     training, params = Training(loss, Momentum()), {"w": torch.ones(2)}
     meta, carry = (
-        training.meta(params, Momentum().hyper(lr=0.1)),
+        training.init_meta(params, lr=0.1),
         training.init(params, {"mean": torch.zeros(2)}),
     )
     notes = estimator(training, lambda carry: carry.params["w"].sum(), meta, carry, 3 * [None]).info["notes"]
@@ -337,7 +337,7 @@ def test_buffers_are_known_by_name_whatever_their_order():
         return params["w"].square().sum(), {"b": buffers["b"] + 1, "a": buffers["a"]}
 
     training, params = Training(loss, Momentum()), {"w": torch.ones(2)}
-    meta = training.meta(params, Momentum().hyper(lr=0.1))
+    meta = training.init_meta(params, lr=0.1)
     carry = training.init(params, {"a": torch.zeros(()), "b": torch.zeros(())})
     after = adjoint(training, lambda carry: carry.params["w"].sum(), meta, carry, 3 * [None]).carry
     assert after.buffers == {"a": 0, "b": 3}
@@ -355,7 +355,7 @@ def test_adam_through_zero_gradients_gives_numbers(generator):
         model, lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])
     )
     training = Training(loss, Adam(), {"0.weight": Dense()})
-    meta, batch = training.meta(params, Adam().hyper(lr=1e-2)), (inputs.float(), labels)
+    meta, batch = training.init_meta(params, lr=1e-2), (inputs.float(), labels)
     estimate = Adjoint("sqrt")(
         training, lambda carry: loss(carry.params, {}, batch)[0], meta, training.init(params), 200 * [batch]
     )
@@ -363,11 +363,11 @@ def test_adam_through_zero_gradients_gives_numbers(generator):
     assert estimate.grads.hyper.lr != 0
 
 
-def quadratic(lr, decay=0.9, curvature=1.0):
+def quadratic(lr, momentum=0.9, curvature=1.0):
     """Return an unroll on a quadratic, of which the lr may be too large."""
     loss = functional.plain(lambda params, batch: curvature * params["w"].square().sum() / 2)
     training, params = Training(loss, Momentum()), {"w": torch.ones(3)}
-    meta = training.meta(params, Momentum().hyper(lr=lr, decay=decay))
+    meta = training.init_meta(params, lr=lr, momentum=momentum)
     return training, lambda carry: carry.params["w"].sum(), meta, training.init(params)
 
 
@@ -385,7 +385,7 @@ def test_a_training_that_overflows_is_reported_with_its_step(estimator):
 def test_parameters_that_overflow_in_the_last_step_are_reported_though_the_outer_loss_is_finite(estimator):
     training = Training(functional.plain(lambda params, x: (params["w"] * x).square().sum()), SGD())
     params = {"w": torch.ones(2)}
-    meta, carry = training.meta(params, SGD().hyper(lr=1e300)), training.init(params)
+    meta, carry = training.init_meta(params, lr=1e300), training.init(params)
     batches = [torch.tensor(1e10)]
     info = estimator(training, lambda carry: carry.params["w"].tanh().sum(), meta, carry, batches).info
     assert info["overflow"] == 1
@@ -556,7 +556,7 @@ def test_parameters_that_start_as_one_tensor_are_differentiated_apart(estimator)
     training, start = Training(loss, Momentum()), torch.tensor([0.5, 0.8])
     results = []
     for params in ({"a": start, "b": start}, {"a": start, "b": start.clone()}):
-        meta = training.meta(params, Momentum().hyper(lr=0.1, decay=0.5))
+        meta = training.init_meta(params, lr=0.1, momentum=0.5)
         outer_loss = lambda carry: carry.params["a"].sum() + 2 * carry.params["b"].prod()  # noqa: E731
         results.append(estimator(training, outer_loss, meta, training.init(params), 3 * [torch.ones(2)]))
     assert_same_estimate(*results)

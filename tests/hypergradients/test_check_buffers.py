@@ -24,7 +24,7 @@ def window(loss, buffers, optimizer=None, steps=6, outer_loss=None):
     optimizer = optimizer or Momentum()
     training = Training(lambda params, buffers, x: loss(x @ params["w"], y, buffers), optimizer)
     params = {"w": torch.randn(4, 3, generator=rng)}
-    meta = training.meta(params, optimizer.hyper(lr=0.5, decay=0.5))
+    meta = training.init_meta(params, lr=0.5, momentum=0.5)
     return (
         training,
         outer_loss or (lambda carry: carry.params["w"].square().sum()),
@@ -123,7 +123,7 @@ def test_batch_norm_in_training_mode_misses_nothing(affine, generator):
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, affine=affine), nn.Tanh(), nn.Linear(5, 3))
     loss, params, buffers = functional.from_module(model, lambda model, x: model(x).square().mean())
     training, x = Training(loss, Momentum()), torch.randn(8, 4, generator=generator)
-    meta, carry = training.meta(params, Momentum().hyper(lr=0.1)), training.init(params, buffers)
+    meta, carry = training.init_meta(params, lr=0.1), training.init(params, buffers)
     estimate = adjoint(training, lambda carry: loss(carry.params, carry.buffers, x)[0], meta, carry, 5 * [x])
     assert estimate.info["notes"] == ()
 

@@ -20,7 +20,7 @@ def window(loss, shape, batch, optimizer=None):
         Training(functional.plain(loss), optimizer),
         {"w": 0.3 * torch.randn(shape, generator=rng)},
     )
-    meta = training.meta(params, optimizer.hyper(lr=0.01))
+    meta = training.init_meta(params, lr=0.01)
     return training, lambda carry: carry.params["w"].square().sum(), meta, training.init(params), 2 * [batch]
 
 
@@ -131,5 +131,5 @@ def test_adam_on_an_idle_bias_passes(dtype, generator):
 
     training, outer_loss, meta, carry, batches = window(loss, (3,), images, Adam())
     carry = training.init({"w": carry.params["w"].to(dtype)})
-    meta = training.meta(carry.params, Adam().hyper(lr=0.01))
+    meta = training.init_meta(carry.params, lr=0.01)
     COMPILED(training, outer_loss, meta, carry, batches)

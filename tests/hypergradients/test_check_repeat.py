@@ -41,7 +41,7 @@ def unroll(loss, estimator, batches=None, steps=6):
     optimizer = ReversibleMomentum() if estimator is reversible else Momentum()
     training = Training(functional.plain(lambda params, batch: loss(batch @ params["w"], y)), optimizer)
     params = {"w": torch.randn(4, 2, generator=rng)}
-    meta = training.meta(params, optimizer.hyper(lr=0.1, decay=0.5))
+    meta = training.init_meta(params, lr=0.1, momentum=0.5)
     given = batches(x) if batches else steps * [x]
     return estimator(
         training, lambda carry: carry.params["w"].square().sum(), meta, training.init(params), given
@@ -152,7 +152,7 @@ def test_a_loss_that_is_not_a_number_is_the_same_as_itself(estimator):
 def test_a_module_that_is_pure_passes_on_every_path(generator):
     problem = convnet(generator)
     training = problem.training(Momentum())
-    meta = training.meta(problem.params, Momentum().hyper(lr=0.1))
+    meta = training.init_meta(problem.params, lr=0.1)
     *batches, last = problem.batches
     window = (
         training,
@@ -173,7 +173,7 @@ def test_inside_vmap_too():
         return (params["w"] - batch).square().sum() * (1 + 0.1 * next(calls))
 
     training, params = Training(functional.plain(loss), Momentum()), {"w": torch.zeros(2)}
-    meta, carry = training.meta(params, Momentum().hyper(lr=0.1)), training.init(params)
+    meta, carry = training.init_meta(params, lr=0.1), training.init(params)
 
     def estimate(lr):
         changed = meta._replace(hyper=meta.hyper._replace(lr=lr))

@@ -24,7 +24,7 @@ FOUR = {k: OPTIMIZERS[k] for k in ("sgd, decayed", "heavy ball, decayed", "neste
 def unrolled(make, optimizer, hyper, family, generator):
     problem = make(generator)
     training = problem.training(optimizer, family)
-    meta = training.meta(problem.params, hyper, generator)
+    meta = training.init_meta(problem.params, generator, **hyper._asdict())
     meta = Meta(meta.hyper, moved(meta.precond, generator))
     *batches, last = problem.batches
 
@@ -50,7 +50,7 @@ def test_exact_estimators_agree(estimator, setting, make, generator):
 @every("family", FAMILIES)
 def test_undoing_steps_changes_no_bit_of_the_adjoint(family, make, generator):
     ball = ReversibleMomentum()
-    problem = unrolled(make, ball, ball.hyper(lr=0.05, decay=0.9), family, generator)
+    problem = unrolled(make, ball, ball.hyper(lr=0.05, momentum=0.9), family, generator)
     estimate, expected = reversible(*problem), adjoint(*problem)
     assert_same_bits(estimate[:3], expected[:3])
     assert_same_bits(estimate.info["cotangents"], expected.info["cotangents"])
@@ -60,10 +60,10 @@ def test_undoing_steps_changes_no_bit_of_the_adjoint(family, make, generator):
 def test_evolution_is_within_its_standard_error(make, generator):
     problem = unrolled(make, *_heavy_ball(), None, generator)
     training, outer_loss, meta, carry, batches = problem
-    strategy = Evolution(("hyper.lr", "hyper.decay"), pairs=200, sigma=1e-3)
+    strategy = Evolution(("lr", "momentum"), pairs=200, sigma=1e-3)
     estimate = strategy(training, outer_loss, meta, strategy.init(carry, generator), batches)
     expected, error = autograd(*problem).grads.hyper, estimate.info["standard_error"].hyper
-    for field in ("lr", "decay"):
+    for field in ("lr", "momentum"):
         found, true = getattr(estimate.grads.hyper, field), getattr(expected, field)
         assert abs(found - true) < 4 * getattr(error, field) + 1e-4 * abs(true)
 
@@ -78,7 +78,7 @@ def quadratic():
     loss = functional.plain(lambda params, batch: params["w"].square().sum())
     ball, params = ReversibleMomentum(), {"w": torch.ones(3)}
     training = Training(loss, ball)
-    return training, training.meta(params, ball.hyper(lr=0.1, decay=0.9)), training.init(params)
+    return training, training.init_meta(params, lr=0.1, momentum=0.9), training.init(params)
 
 
 class Short:
@@ -136,7 +136,7 @@ def test_nothing_is_changed_and_the_same_call_gives_the_same_bits(estimator):
     assert_same_bits((meta, carry), before)
 
 
-@every("estimator", {"autograd": autograd, "adjoint": adjoint, "forward": Forward(("hyper.lr",))})
+@every("estimator", {"autograd": autograd, "adjoint": adjoint, "forward": Forward(("lr",))})
 def test_no_gradient_mode_is_no_hindrance(estimator, generator):
     problem = unrolled(mlp, *_heavy_ball(), None, generator)
     with torch.no_grad():

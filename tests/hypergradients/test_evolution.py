@@ -41,7 +41,7 @@ from metafop import (
 from metafop.hypergradients import autograd
 from metafop.hypergradients.evolution import Evolution, evolution
 
-LR = ("hyper.lr",)
+LR = ("lr",)
 CURVATURE = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)
 
 
@@ -50,7 +50,7 @@ def noisy_quadratic(lr, generator):
     loss = functional.plain(lambda params, noise: 0.5 * (CURVATURE * (params["w"] - noise).square()).sum())
     training, params = Training(loss, SGD()), {"w": torch.full((3,), 3.0)}
     batches = list(0.5 * torch.randn(24, 3, generator=generator))
-    return training, training.meta(params, SGD().hyper(lr=lr)), training.init(params), batches
+    return training, training.init_meta(params, lr=lr), training.init(params), batches
 
 
 def quadratic_loss(carry):
@@ -89,7 +89,7 @@ def test_over_windows_it_is_unbiased_where_truncation_is_biased(generator):
 def prepared(problem, setting, family, generator):
     """Return a training, the loss of the last batch, a meta that has learned something, and a carry."""
     training = problem.training(setting.optimizer, family)
-    meta = training.meta(problem.params, setting.hyper(), generator)
+    meta = training.init_meta(problem.params, generator, **setting.hyper()._asdict())
     carry = training.init(problem.params, problem.buffers)
 
     def outer_loss(carry):
@@ -160,8 +160,8 @@ def test_over_two_windows_networks_have_the_derivative_of_both(make, setting, fa
 def test_online_learning_has_a_derivative(generator):
     problem = mlp(generator)
     training, outer_loss, meta, carry = prepared(problem, OPTIMIZERS["heavy ball"], Scalar(), generator)
-    online = Online(training, Adam(), learn=("precond", "hyper.lr"))
-    outer_meta, state = online.meta(meta, Adam().hyper(lr=0.05)), online.init(meta, carry)
+    online = Online(training, Adam(), learn=("precond", "lr"))
+    outer_meta, state = online.init_meta(meta, lr=0.05), online.init(meta, carry)
     estimator = Evolution(LR, pairs=500, sigma=1e-3)
     estimate = estimator(
         online, outer_loss, outer_meta, estimator.init(state, generator), problem.batches[:4]
@@ -191,7 +191,7 @@ def test_of_a_linear_loss_pairs_leave_no_error_but_that_of_their_variance(genera
         {"w": torch.ones(2)},
         torch.tensor([1.0, 2.0]),
     )
-    meta, carry = training.meta(params, SGD().hyper(lr=0.1)), training.init(params)
+    meta, carry = training.init_meta(params, lr=0.1), training.init(params)
     estimator = Evolution(learn=("precond",), pairs=8)
     window = (training, lambda carry: 1e6 + carry.params["w"].sum(), meta, estimator.init(carry, generator))
     estimate = estimator(*window, [slope])
@@ -229,7 +229,7 @@ def test_particles_that_were_saved_go_on_as_if_they_had_not_been(generator):
 class Kept(NamedTuple):
     velocity: Any
     lr: torch.Tensor
-    decay: torch.Tensor
+    momentum: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -241,41 +241,41 @@ class Recording(Momentum):
 
     def update(self, hyper: Any, params, opt: Any, direction) -> Any:
         params, velocity = super().update(hyper, params, opt.velocity, direction)
-        return params, Kept(velocity, hyper.lr, hyper.decay)
+        return params, Kept(velocity, hyper.lr, hyper.momentum)
 
 
 def test_perturbations_stay_in_range_however_large(generator):
     training = Training(functional.plain(lambda params, batch: params["w"].sum()), Recording())
     params = {"w": torch.ones(1)}
-    meta, carry = training.meta(params, Momentum().hyper(lr=0.1, decay=0.9)), training.init(params)
+    meta, carry = training.init_meta(params, lr=0.1, momentum=0.9), training.init(params)
     estimator = Evolution(sigma=30.0)
     estimate = estimator(
         training, lambda carry: carry.params["w"].sum(), meta, estimator.init(carry, generator), [()]
     )
     kept = estimate.carry.carries.opt
     assert (kept.lr > 0).all()
-    assert ((kept.decay > 0) & (kept.decay < 1)).all()
+    assert ((kept.momentum > 0) & (kept.momentum < 1)).all()
     assert_near(kept.lr[:32] * kept.lr[32:], torch.full((32,), 0.1**2), rtol=1e-10)
 
 
 def test_what_is_on_the_boundary_of_its_range_stays_exactly_there(generator):
     training = Training(functional.plain(lambda params, batch: params["w"].sum()), Recording())
     params = {"w": torch.ones(1)}
-    meta, carry = training.meta(params, Momentum().hyper(lr=0.1, decay=0.0)), training.init(params)
-    estimator = Evolution(("hyper.lr", "hyper.decay"), sigma=0.5)
+    meta, carry = training.init_meta(params, lr=0.1, momentum=0.0), training.init(params)
+    estimator = Evolution(("lr", "momentum"), sigma=0.5)
     state = estimator.init(carry, generator)
     state = estimator(training, lambda carry: carry.params["w"].sum(), meta, state, [()]).carry
-    assert (state.carries.opt.decay == 0).all()
-    assert (state.perturbations["hyper.decay"] == 0).all()
+    assert (state.carries.opt.momentum == 0).all()
+    assert (state.perturbations["hyper.momentum"] == 0).all()
     assert len(state.carries.opt.lr.unique()) == 64
 
 
 def test_beside_an_entry_on_the_boundary_the_others_move(generator):
     """The gradient is 1: each step moves w by its entry of the schedule."""
-    scheduled, params = Scheduled(SGD()), {"w": torch.ones(1)}
+    scheduled, params = Scheduled(SGD(), 3), {"w": torch.ones(1)}
     training = Training(functional.plain(lambda params, batch: params["w"].sum()), scheduled)
-    hyper = scheduled.hyper(SGD().hyper(lr=0.0), steps=3, schedules={"lr": [0.1, 0.0, 0.2]})
-    meta, estimator = training.meta(params, hyper), Evolution(LR, sigma=0.5)
+    hyper = scheduled.hyper(lr=[0.1, 0.0, 0.2])
+    meta, estimator = training.init_meta(params, **hyper._asdict()), Evolution(LR, sigma=0.5)
     state, estimates = estimator.init(training.init(params), generator), []
     for _ in range(3):
         estimates.append(estimator(training, lambda carry: carry.params["w"].sum(), meta, state, [()]))
@@ -301,7 +301,7 @@ def chaos(lr):
     return (
         training,
         lambda carry: carry.params["w"].cos().sum(),
-        training.meta(params, SGD().hyper(lr=lr)),
+        training.init_meta(params, lr=lr),
         params,
     )
 
@@ -337,7 +337,7 @@ def growing(generator, sigma, steps):
     """Return an estimate where a particle overflows if its lr is above 2."""
     loss = functional.plain(lambda params, batch: 0.5 * params["w"].square().sum())
     training, params = Training(loss, SGD()), {"w": torch.ones(1, dtype=torch.float32)}
-    meta, estimator = training.meta(params, SGD().hyper(lr=2.0)), Evolution(LR, sigma=sigma)
+    meta, estimator = training.init_meta(params, lr=2.0), Evolution(LR, sigma=sigma)
     particles = estimator.init(training.init(params), generator)
     return estimator(training, lambda carry: carry.params["w"].square().sum(), meta, particles, steps * [()])
 
@@ -396,8 +396,8 @@ def refused():
         "no sigma": (lambda: Evolution(sigma=0.0), [ValueError, "sigma", "0.0", "Pass"]),
         "no names": (lambda: Evolution(learn=()), [ValueError, "Evolution", "learn=()", "Pass"]),
         "an unknown name": (
-            lambda: Evolution(("hyper.rate",), pairs=2)(*window, particles, batches),
-            [ValueError, "'hyper.rate'", "hyper.lr", "Name one"],
+            lambda: Evolution(("rate",), pairs=2)(*window, particles, batches),
+            [ValueError, "'rate'", "'lr'", "Name one"],
         ),
         "other pairs": (
             lambda: evolution(*window, particles, batches),
@@ -408,7 +408,7 @@ def refused():
             [ValueError, "perturbations of hyper.lr", "hyper.weight_decay", "Start again"],
         ),
         "nothing that moves": (
-            lambda: Evolution(("hyper.weight_decay",), pairs=2)(*window, particles, batches),
+            lambda: Evolution(("weight_decay",), pairs=2)(*window, particles, batches),
             [ValueError, "nothing to perturb: hyper.weight_decay", "Name something"],
         ),
         "no batches": (lambda: two(*window, particles, []), [ValueError, "no batches", "Pass"]),
@@ -427,7 +427,7 @@ def test_an_outer_loss_in_steps_is_no_fault(generator):
     """Where it is flat for all particles the estimate is zero, and that is right."""
     training = Training(functional.plain(lambda params, x: (params["w"] - x).square().sum()), SGD())
     params = {"w": torch.zeros(2)}
-    meta, evolution = training.meta(params, SGD().hyper(lr=0.1)), Evolution(("hyper.lr",), pairs=2)
+    meta, evolution = training.init_meta(params, lr=0.1), Evolution(("lr",), pairs=2)
     start = evolution.init(training.init(params), generator)
     estimate = evolution(
         training, lambda c: (c.params["w"] > 5.0).double().mean(), meta, start, [torch.ones(2)]
@@ -443,7 +443,7 @@ def test_what_torch_cannot_batch_is_trained_one_after_another(generator):
         SGD(),
     )
     params = {"w": torch.zeros(2)}
-    meta, evolution = training.meta(params, SGD().hyper(lr=0.1)), Evolution(("hyper.lr",), pairs=2)
+    meta, evolution = training.init_meta(params, lr=0.1), Evolution(("lr",), pairs=2)
     start = evolution.init(training.init(params), generator)
     estimate = evolution(training, lambda c: c.params["w"].sum(), meta, start, 2 * [torch.ones(2)])
     assert "one particle after another" in " ".join(estimate.info["notes"])

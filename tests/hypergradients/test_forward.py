@@ -33,7 +33,7 @@ from metafop.hypergradients.forward import Forward, ForwardCarry, forward
 def prepared(problem, setting, family, generator):
     """Return a training, a meta that has learned something, a carry, and the loss of the last batch."""
     training = problem.training(setting.optimizer, family)
-    meta = training.meta(problem.params, setting.hyper(), generator)
+    meta = training.init_meta(problem.params, generator, **setting.hyper()._asdict())
     carry = training.init(problem.params, problem.buffers)
 
     def outer_loss(carry):
@@ -67,8 +67,8 @@ def test_forward_is_the_derivative_of_the_whole_graph(setting, family, make, gen
 def test_forward_goes_through_online_learning(setting, generator):
     problem = convnet(generator)
     training, _, meta, carry = prepared(problem, setting, LowRank(rank=2), generator)
-    online = Online(training, Adam(), learn=("precond", "hyper.lr"))
-    outer_meta, state = online.meta(meta, Adam().hyper(lr=0.01, weight_decay=0.1)), online.init(meta, carry)
+    online = Online(training, Adam(), learn=("precond", "lr"))
+    outer_meta, state = online.init_meta(meta, lr=0.01, weight_decay=0.1), online.init(meta, carry)
 
     def outer_loss(state):
         return problem.loss(state.params, state.buffers, problem.batches[4])[0] + state.meta.hyper.lr
@@ -104,20 +104,20 @@ def test_what_learn_does_not_name_has_zeros_and_a_note(generator):
     problem = convnet(generator)
     training, outer_loss, meta, carry = prepared(problem, OPTIMIZERS["nesterov"], LowRank(rank=2), generator)
     window = (training, outer_loss, meta, carry, problem.batches[:4])
-    named = Forward(learn=("hyper.lr", "precond.4"))(*window)
+    named = Forward(learn=("lr", "precond.4"))(*window)
     whole, grads = tree.named(autograd(*window).grads), tree.named(named.grads)
     learned = {"hyper.lr", "precond.4.weight", "precond.4.bias"}
     expected = {k: x if k in learned else torch.zeros_like(x) for k, x in whole.items()}
     assert_near(grads, expected, rtol=1e-10)
-    assert "hyper.decay, hyper.weight_decay, precond.0.weight" in named.info["notes"][0]
+    assert "hyper.momentum, hyper.weight_decay, precond.0.weight" in named.info["notes"][0]
 
 
 def test_a_learning_rate_for_each_parameter_has_a_derivative_of_its_own(generator):
     problem = mlp(generator)
     training, outer_loss, _, carry = prepared(problem, OPTIMIZERS["sgd"], None, generator)
-    meta = training.meta(problem.params, SGD().hyper(lr={k: p.std() for k, p in problem.params.items()}))
+    meta = training.init_meta(problem.params, lr={k: p.std() for k, p in problem.params.items()})
     window = (training, outer_loss, meta, carry, problem.batches[:4])
-    ahead, whole = Forward(learn=("hyper.lr",))(*window), autograd(*window)
+    ahead, whole = Forward(learn=("lr",))(*window), autograd(*window)
     assert_near(ahead.grads.hyper.lr, whole.grads.hyper.lr, rtol=1e-10)
 
 
@@ -316,7 +316,7 @@ def quadratic(lr):
     h = torch.logspace(-2, 0, 5)
     loss = functional.plain(lambda params, batch: 0.5 * (h * params["w"].square()).sum())
     training, params = Training(loss, SGD()), {"w": torch.ones(5)}
-    return training, training.meta(params, SGD().hyper(lr=lr)), training.init(params)
+    return training, training.init_meta(params, lr=lr), training.init(params)
 
 
 def quadratic_loss(carry):
@@ -325,7 +325,7 @@ def quadratic_loss(carry):
 
 def test_a_learning_rate_is_learned_every_few_steps():
     training, meta, carry = quadratic(lr=0.02)
-    learner = Forward(learn=("hyper.lr",))
+    learner = Forward(learn=("lr",))
     fixed, state = run(training, meta, carry, 120), learner.init(carry)
     for _ in range(30):
         estimate = learner(training, quadratic_loss, meta, state, 4 * [()])
@@ -348,7 +348,7 @@ def test_a_hypergradient_that_overflows_where_training_does_not_is_noted():
     # θ' = θ + lr sin θ, which is chaotic
     loss = functional.plain(lambda params, batch: params["w"].cos().sum())
     training, params = Training(loss, SGD()), {"w": torch.ones(1)}
-    window = (training, wave, training.meta(params, SGD().hyper(lr=100.0)))
+    window = (training, wave, training.init_meta(params, lr=100.0))
     estimate = forward(*window, training.init(params), 200 * [()])
     assert estimate.value.isfinite()
     assert not estimate.grads.hyper.lr.isfinite()
@@ -360,8 +360,8 @@ REFUSED = {
     "no tuple": (lambda: Forward(learn=cast(Any, "hyper.lr")), ["Forward", "'hyper.lr'", "Pass"]),
     "no names": (lambda: Forward(learn=()), ["Forward", "learn=()", "Pass"]),
     "an unknown name": (
-        lambda: Forward(learn=("hyper.rate",))(LINE[0], quadratic_loss, *LINE[1:], [()]),
-        ["'hyper.rate'", "hyper.lr", "Name one"],
+        lambda: Forward(learn=("rate",))(LINE[0], quadratic_loss, *LINE[1:], [()]),
+        ["'rate'", "'lr'", "Name one"],
     ),
 }
 
@@ -377,4 +377,4 @@ def test_tangents_of_other_numbers_are_refused():
     training, meta, carry = quadratic(lr=0.1)
     estimate = forward(training, quadratic_loss, meta, forward.init(carry), [()])
     with pytest.raises(ValueError, match=r"for 2 numbers, but 1 are learned \(hyper.lr\). Start again"):
-        Forward(learn=("hyper.lr",))(training, quadratic_loss, meta, estimate.carry, [()])
+        Forward(learn=("lr",))(training, quadratic_loss, meta, estimate.carry, [()])

@@ -18,7 +18,7 @@ ESTIMATORS = {
     "sqrt": Adjoint("sqrt"),
     "forward over reverse": Adjoint(over="forward"),
     "truncated": Truncated(2),
-    "forward": Forward(("hyper.lr",)),
+    "forward": Forward(("lr",)),
     "autograd": autograd,
     "reversible": reversible,
 }
@@ -37,7 +37,7 @@ def normed(make, estimator, steps=4):
     loss, params, buffers = functional.from_module(model, lambda model, x: model(x).square().mean())
     optimizer = ReversibleMomentum() if estimator is reversible else Momentum()
     training, x = Training(loss, optimizer), torch.randn(6, 2, 4, 4, generator=rng)
-    meta = training.meta(params, optimizer.hyper(lr=0.1, decay=0.5))
+    meta = training.init_meta(params, lr=0.1, momentum=0.5)
     carry = training.init(params, buffers)
     return training, lambda c: loss(c.params, c.buffers, x)[0], meta, carry, steps * [x]
 
@@ -90,7 +90,7 @@ def closed_over(estimator):
     loss = functional.plain(lambda params, x: (teacher(x) - (x @ params["w"]).tanh()).square().mean())
     optimizer = ReversibleMomentum() if estimator is reversible else Momentum()
     training = Training(loss, optimizer)
-    meta = training.meta(params, optimizer.hyper(lr=0.1, decay=0.5))
+    meta = training.init_meta(params, lr=0.1, momentum=0.5)
     return training, lambda c: loss(c.params, {}, x)[0], meta, training.init(params), 4 * [x]
 
 
@@ -134,8 +134,8 @@ def test_nor_does_it_in_plain_steps_or_online():
     training, _, meta, carry, (x, *_) = closed_over(adjoint)
     after, info = training.step(meta, carry, x)
     assert not any(leaf.requires_grad for leaf in tree.leaves((after, info)))
-    online = Online(training, Adam(), ("hyper.lr",))
-    outer_meta, state = online.meta(meta, Adam().hyper(lr=0.1)), online.init(meta, carry)
+    online = Online(training, Adam(), ("lr",))
+    outer_meta, state = online.init_meta(meta, lr=0.1), online.init(meta, carry)
     for _ in range(3):
         state, _ = online.step(outer_meta, state, x)
     assert not any(leaf.requires_grad for leaf in tree.leaves(state))
@@ -156,7 +156,7 @@ def test_torch_autograd_still_goes_through_steps_of_what_requires_a_gradient():
 def test_a_training_and_its_data_are_let_go(make, generator):
     problem = make(generator)
     training = problem.training(Momentum())
-    meta = training.meta(problem.params, Momentum().hyper(lr=0.1))
+    meta = training.init_meta(problem.params, lr=0.1)
     carry = training.init(problem.params, problem.buffers)
     estimate = adjoint(
         training,
@@ -179,7 +179,7 @@ def test_a_compiled_training_and_its_data_are_let_go(generator):
         return (data @ params["w"]).tanh().square().mean()
 
     training = Training(functional.plain(loss), Momentum())
-    meta, carry = training.meta(params, Momentum().hyper(lr=0.1)), training.init(params)
+    meta, carry = training.init_meta(params, lr=0.1), training.init(params)
     estimator, outer_loss = Adjoint(compile=True), lambda carry: carry.params["w"].sum()
     first = estimator(training, outer_loss, meta, carry, 2 * [None])
     torch.testing.assert_close(estimator(training, outer_loss, meta, carry, 2 * [None]), first)
@@ -193,7 +193,7 @@ def test_a_loss_that_ignores_its_parameters_is_refused():
     module = nn.Linear(4, 2)
     training = Training(functional.plain(lambda params, x: module(x).square().mean()), Momentum())
     params = {k: p.detach() for k, p in module.named_parameters()}
-    meta, carry, x = training.meta(params, Momentum().hyper(lr=0.1)), training.init(params), torch.ones(3, 4)
+    meta, carry, x = training.init_meta(params, lr=0.1), training.init(params), torch.ones(3, 4)
     for call in (
         lambda: training.step(meta, carry, x),
         lambda: adjoint(training, lambda c: c.params["weight"].sum(), meta, carry, [x]),
@@ -214,6 +214,6 @@ def test_a_loss_that_writes_into_its_parameters_is_refused_and_they_are_named():
     for loss in (renormed, decayed):
         params = {"w": torch.ones(4, 2)}
         training = Training(functional.plain(loss), Momentum())
-        meta, carry = training.meta(params, Momentum().hyper(lr=0.1)), training.init(params)
+        meta, carry = training.init_meta(params, lr=0.1), training.init(params)
         with pytest.raises(ValueError, match="The loss writes into the parameter 'w'"):
             training.step(meta, carry, torch.tensor([0, 1]))

@@ -26,7 +26,7 @@ CREDITED = {k: s for k, s in OPTIMIZERS.items() if not isinstance(s.optimizer, S
 def third_step(problem, setting, family, generator, hyper=None):
     """Return a training, a meta that has learned something, the third step, and what was seen after it."""
     training = problem.training(setting.optimizer, family)
-    meta = training.meta(problem.params, hyper or setting.hyper(), generator)
+    meta = training.init_meta(problem.params, generator, **(hyper or setting.hyper())._asdict())
     meta = Meta(meta.hyper, moved(meta.precond, generator))
     last, seen = taken(training, meta, training.init(problem.params, problem.buffers), problem.batches[:4])
     return training, meta, last, seen
@@ -105,8 +105,8 @@ def total(x, y):
 def test_descent_has_the_derivatives_on_paper(setting, generator):
     training, meta, last, seen = third_step(mlp(generator), setting, Dense(), generator)
     pulled, p, g = closed_form(training, meta, last, seen.grads), last.seen.grads, seen.grads
-    lr, decay = setting.values["lr"], setting.values.get("decay", 0.0)
-    ahead = 1 + decay if setting.optimizer == Momentum(nesterov=True) else 1.0
+    lr, momentum = setting.values["lr"], setting.values.get("momentum", 0.0)
+    ahead = 1 + momentum if setting.optimizer == Momentum(nesterov=True) else 1.0
     for k, m in meta.precond.items():
         big_g, big_p = (x[k].reshape(-1, len(m)).mT for x in (g, p))
         assert_near(
@@ -116,21 +116,21 @@ def test_descent_has_the_derivatives_on_paper(setting, generator):
     q = {k: (p[k].reshape(-1, len(m)) @ m @ m.mT).reshape(p[k].shape) for k, m in meta.precond.items()}
     v = last.carry.opt or tree.zeros_like(p)
     if setting.optimizer == Momentum(nesterov=True):
-        move, d_decay = (
-            {k: q[k] + decay * (decay * v[k] + q[k]) for k in q},
-            {k: 2 * decay * v[k] + q[k] for k in q},
+        move, d_momentum = (
+            {k: q[k] + momentum * (momentum * v[k] + q[k]) for k in q},
+            {k: 2 * momentum * v[k] + q[k] for k in q},
         )
     else:
-        move, d_decay = {k: decay * v[k] + q[k] for k in q}, v
+        move, d_momentum = {k: momentum * v[k] + q[k] for k in q}, v
     assert_near(pulled.hyper.lr, -total(g, move), rtol=1e-12)
-    if decay:
-        assert_near(pulled.hyper.decay, -lr * total(g, d_decay), rtol=1e-12)
+    if momentum:
+        assert_near(pulled.hyper.momentum, -lr * total(g, d_momentum), rtol=1e-12)
 
 
 def test_adam_has_the_derivative_on_paper(generator):
     setting = OPTIMIZERS["adam, short"]
     training, meta, last, seen = third_step(mlp(generator), setting, Dense(), generator)
-    lr, beta1, beta2, eps, _ = setting.hyper()
+    lr, (beta1, beta2), eps, _ = setting.hyper()
     c1, c2 = 1 - beta1**3, 1 - beta2**3
     expected = {}
     for k, m in meta.precond.items():
@@ -162,7 +162,7 @@ def through_the_velocity(training, meta, record, cotangent):
 
 def through_the_first_moment(training, meta, record, cotangent):
     """Return the derivative in precond through Adam's first moment of all steps, its second moment held."""
-    (carry, seen), (lr, beta1, beta2, eps, weight_decay) = record[-1], meta.hyper
+    (carry, seen), (lr, (beta1, beta2), eps, weight_decay) = record[-1], meta.hyper
     _, opt = training.optimizer.update(
         meta.hyper, carry.params, carry.opt, training.precondition(meta.precond, seen.grads)
     )
@@ -184,7 +184,7 @@ def through_the_first_moment(training, meta, record, cotangent):
 def test_with_credit_it_is_the_derivative_through_all_that_moved(setting, family, generator):
     problem = convnet(generator)
     training = problem.training(setting.optimizer, family)
-    meta = training.meta(problem.params, setting.hyper(), generator)
+    meta = training.init_meta(problem.params, generator, **setting.hyper()._asdict())
     meta = Meta(meta.hyper, moved(meta.precond, generator))
     carry, record, credit = training.init(problem.params, problem.buffers), [], ()
     memory = training.init_memory(carry)

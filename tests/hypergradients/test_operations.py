@@ -18,7 +18,7 @@ def window(loss, shape, batch, steps=3):
     rng = torch.Generator().manual_seed(0)
     training = Training(functional.plain(loss), Momentum())
     params = {"w": 0.5 * torch.randn(shape, generator=rng)}
-    meta = training.meta(params, Momentum().hyper(lr=0.1, decay=0.5))
+    meta = training.init_meta(params, lr=0.1, momentum=0.5)
     return (
         training,
         lambda carry: carry.params["w"].square().sum(),
@@ -69,7 +69,7 @@ def test_attention_is_differentiated_twice_by_every_estimator(generator):
     expected = autograd(*given).grads
     for estimator in (adjoint, Adjoint("log"), Adjoint(over="forward")):
         assert_near(estimator(*given).grads, expected, 1e-12)
-    assert_near(Forward(("hyper.lr",))(*given).grads.hyper.lr, expected.hyper.lr, 1e-12)
+    assert_near(Forward(("lr",))(*given).grads.hyper.lr, expected.hyper.lr, 1e-12)
 
 
 ENCODERS = {
@@ -103,10 +103,10 @@ def test_torch_s_own_attention_layers_are_differentiated_twice(make, generator):
     model, x = filled(make(), generator), torch.randn(3, 5, 4, generator=generator)
     loss, params, buffers = functional.from_module(model, lambda model, x: model(x).square().mean())
     training = Training(loss, Momentum())
-    meta, carry = training.meta(params, Momentum().hyper(lr=0.05)), training.init(params, buffers)
+    meta, carry = training.init_meta(params, lr=0.05), training.init(params, buffers)
     given = training, lambda carry: loss(carry.params, carry.buffers, x)[0], meta, carry, 3 * [x]
     expected = slope(given)
-    for estimator in (adjoint, autograd, Adjoint("log"), Forward(("hyper.lr",))):
+    for estimator in (adjoint, autograd, Adjoint("log"), Forward(("lr",))):
         torch.testing.assert_close(estimator(*given).grads.hyper.lr, expected, rtol=1e-6, atol=0)
 
 
@@ -220,7 +220,7 @@ UNSUPPORTED = {
 }
 
 
-@every("estimator", {"adjoint": adjoint, "autograd": autograd, "forward": Forward(("hyper.lr",))})
+@every("estimator", {"adjoint": adjoint, "autograd": autograd, "forward": Forward(("lr",))})
 @every("loss, says", UNSUPPORTED)
 def test_what_torch_cannot_do_is_said_in_sentences_with_a_remedy(loss, says, estimator, generator):
     given = window(loss, (4, 4), torch.randn(3, 2, 4, generator=generator))
@@ -239,6 +239,6 @@ def test_evolution_needs_no_derivative_and_says_what_it_cannot_batch(generator):
     training, outer_loss, meta, carry, batches = window(
         loss, (4, 4), torch.randn(2, 3, 4, generator=generator)
     )
-    evolution = Evolution(("hyper.lr",), pairs=2)
+    evolution = Evolution(("lr",), pairs=2)
     with pytest.raises(NotImplementedError, match="draws random numbers"):
         evolution(training, outer_loss, meta, evolution.init(carry, generator), batches)

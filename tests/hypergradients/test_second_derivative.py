@@ -41,7 +41,7 @@ def regression(loss, optimizer=None, dtype=torch.float64, steps=5, width=3, seed
     optimizer = optimizer or Momentum()
     training = Training(functional.plain(lambda params, x: loss(x @ params["w"], y), seeded), optimizer)
     params = {"w": torch.randn(4, width, generator=rng, dtype=dtype)}
-    meta = training.meta(params, optimizer.hyper(lr=0.1, decay=0.5))
+    meta = training.init_meta(params, lr=0.1, momentum=0.5)
     carry = training.init(params, {"seed": torch.tensor(0)} if seeded else {})
     return training, lambda carry: carry.params["w"].square().sum(), meta, carry, steps * [x]
 
@@ -54,7 +54,7 @@ def from_model(model, steps=5):
     params = {k: 0.7 * torch.randn(p.shape, generator=rng) for k, p in params.items()}
     batch = torch.randn(6, 4, generator=rng), torch.randn(6, 3, generator=rng)
     training = Training(loss, Momentum())
-    meta = training.meta(params, Momentum().hyper(lr=0.3, decay=0.5))
+    meta = training.init_meta(params, lr=0.3, momentum=0.5)
     return (
         training,
         lambda carry: torch.stack([p.square().sum() for p in carry.params.values()]).sum(),
@@ -332,9 +332,9 @@ def test_a_fused_layer_and_a_stopped_gradient_in_one_loss(generator):
     x, y = torch.randn(4, 5, 2, generator=generator), torch.randn(4, 3, generator=generator)
     loss, params, _ = functional.from_module(rnn, lambda rnn, batch: detached(rnn(batch)[0][:, -1], y))
     training = Training(loss, Momentum())
-    meta, carry = training.meta(params, Momentum().hyper(lr=0.5)), training.init(params)
+    meta, carry = training.init_meta(params, lr=0.5), training.init(params)
     window = training, lambda c: c.params["weight_hh_l0"].square().sum(), meta, carry, 3 * [x]
-    for estimator in (adjoint, autograd, Forward(("hyper.lr",))):
+    for estimator in (adjoint, autograd, Forward(("lr",))):
         near(estimator(*window).grads.hyper.lr, window)
 
 
@@ -503,7 +503,7 @@ WEIGHT_NORM = {
 def test_weight_norm_is_written_out_and_right(make):
     window = from_model(make())
     expected = slope(window)
-    for estimator in (adjoint, Adjoint("log"), Adjoint(over="forward"), autograd, Forward(("hyper.lr",))):
+    for estimator in (adjoint, Adjoint("log"), Adjoint(over="forward"), autograd, Forward(("lr",))):
         estimate = estimator(*window)
         torch.testing.assert_close(estimate.grads.hyper.lr, expected, rtol=1e-6, atol=0)
         assert not any("derivative:" in note for note in estimate.info["notes"])
@@ -515,7 +515,7 @@ def test_inside_vmap_layers_with_kernels_of_their_own_are_pulled_back(make, sing
     problem = make(generator)
     training = problem.training(Momentum())
     meta, carry = (
-        training.meta(problem.params, Momentum().hyper(lr=0.1)),
+        training.init_meta(problem.params, lr=0.1),
         training.init(problem.params, problem.buffers),
     )
 
@@ -582,7 +582,7 @@ def test_what_is_computed_in_half_precision_is_not_judged():
 
 def several(loss, params):
     training = Training(functional.plain(lambda params, _: loss(params)), Momentum())
-    meta, carry = training.meta(params, Momentum().hyper(lr=0.1, decay=0.5)), training.init(params)
+    meta, carry = training.init_meta(params, lr=0.1, momentum=0.5), training.init(params)
     return (
         training,
         lambda c: torch.stack([p.sum() for p in c.params.values()]).sum(),
@@ -607,7 +607,7 @@ def test_a_large_parameter_does_not_hide_a_small_one():
 
     params = {"big": torch.zeros(2), "s": torch.ones(3), "t": torch.full((3,), 0.5)}
     training, outer_loss, _, carry, batches = several(loss, params)
-    meta = training.meta(params, Momentum().hyper(lr={"big": 1e-6, "s": 0.1, "t": 0.1}))
+    meta = training.init_meta(params, lr={"big": 1e-6, "s": 0.1, "t": 0.1})
     assert is_noted((training, outer_loss, meta, carry, batches))
 
 

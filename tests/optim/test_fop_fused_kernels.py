@@ -196,7 +196,10 @@ def test_the_kernel_moves_m_as_the_pure_adam_does(generator):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_credit_is_added_up_in_place_as_by_the_pure_momentum(dtype, generator):
     memory = torch.zeros(3, 4, dtype=dtype)
-    pure, hyper = {"w": memory.clone()}, tree.map(lambda x: x.to(dtype), Momentum().hyper(lr=1.0, decay=0.9))
+    pure, hyper = (
+        {"w": memory.clone()},
+        tree.map(lambda x: x.to(dtype), Momentum().hyper(lr=1.0, momentum=0.9)),
+    )
     for _ in range(5):
         grad = torch.randn(3, 4, generator=generator, dtype=torch.float64).to(dtype)
         fused_sgd.add_to_credit(memory, grad, 0.9)

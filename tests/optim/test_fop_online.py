@@ -45,9 +45,9 @@ def both(problem, setting, family, batches, meta_lrs=None, **settings):
         ours.append((params, tree.copy(optimizer.inspect()[1].precond)))
 
     training = problem.training(setting.optimizer, family)
-    meta = training.meta(problem.params, setting.hyper(), torch.Generator())
+    meta = training.init_meta(problem.params, torch.Generator(), **setting.hyper()._asdict())
     meta = Meta(meta.hyper, meta.precond | ours[0][1])  # nothing has moved in the first step
-    names = {"precond": "precond", "lr": "hyper.lr", "momentum": "hyper.decay"}
+    names = {"precond": "precond", "lr": "lr", "momentum": "momentum"}
     learn = tuple(names[name] for name in settings.get("learn", ["precond"]))
     online = Online(
         training,
@@ -61,7 +61,7 @@ def both(problem, setting, family, batches, meta_lrs=None, **settings):
     theirs = []
     for i, batch in enumerate(batches):
         lr = META_LR if meta_lrs is None else meta_lrs[i]
-        state, _ = online.step(online.meta(meta, meta_optimizer.hyper(lr=lr)), state, batch)
+        state, _ = online.step(online.init_meta(meta, lr=lr), state, batch)
         precond = {k: m for k, m in state.meta.precond.items() if tree.leaves(m)}
         theirs.append((state.params, precond))
     return ours, theirs

@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 Grads = dict[str, Tensor]  # of the outer loss, in the learning rate of each parameter
 Method = Callable[[Sequence[Batch]], Grads]  # one step for each batch
 
-LR, DECAY, CLASSES = 0.001, 0.9, 10
+LR, MOMENTUM, CLASSES = 0.001, 0.9, 10
 COMPILED = ("fast", "frugal", "log", "fast, forward")
 PEERS = ("higher", "torchopt")
 METHODS = (*COMPILED, "fast, eager", *PEERS, "loop", "training")
@@ -97,7 +97,7 @@ def estimates(
     """Return a function from an estimator and batches to its estimate."""
     loss, params, buffers = functional.from_module(unroll.model, batch_loss)
     training = Training(loss, optimizer)
-    meta = training.meta(params, optimizer.hyper(lr=dict.fromkeys(params, LR), decay=DECAY))
+    meta = training.init_meta(params, lr=dict.fromkeys(params, LR), momentum=MOMENTUM)
     carry = training.init(params, buffers)
 
     def outer_loss(carry: Carry) -> Tensor:
@@ -107,12 +107,12 @@ def estimates(
 
 
 def by_loop(unroll: Unroll, batches: Sequence[Batch]) -> Grads:
-    """Differentiate a loop of torch.autograd.grad, written by hand: v' = decay v + g, θ' = θ - lr v'."""
+    """Differentiate a loop of torch.autograd.grad, written by hand: v' = momentum v + g, θ' = θ - lr v'."""
     loss, lr, params = _differentiable(unroll)
     velocity = [torch.zeros_like(p) for p in params]
     for batch in batches:
         grads = torch.autograd.grad(loss(params, batch), params, create_graph=True)
-        velocity = [torch.add(g, v, alpha=DECAY) for g, v in zip(grads, velocity, strict=True)]
+        velocity = [torch.add(g, v, alpha=MOMENTUM) for g, v in zip(grads, velocity, strict=True)]
         params = [
             torch.addcmul(p, rate, v, value=-1)
             for p, rate, v in zip(params, lr.values(), velocity, strict=True)
@@ -126,7 +126,7 @@ def by_higher(unroll: Unroll, batches: Sequence[Batch]) -> Grads:
 
     lr = _rates(unroll.model)
     groups = [{"params": [p]} for p in unroll.model.parameters()]
-    optimizer = torch.optim.SGD(groups, lr=LR, momentum=DECAY)
+    optimizer = torch.optim.SGD(groups, lr=LR, momentum=MOMENTUM)
     override = {"lr": list(lr.values())}
     with higher.innerloop_ctx(unroll.model, optimizer, override=override) as (model, differentiable):
         for batch in batches:
@@ -146,7 +146,7 @@ def by_torchopt(unroll: Unroll, batches: Sequence[Batch]) -> Grads:
         return [rate * u for rate, u in zip(negative, updates, strict=True)], state
 
     by_rate = torchopt.base.GradientTransformation(lambda params: torchopt.base.EmptyState(), scale)
-    optimizer = torchopt.chain(trace(momentum=DECAY), by_rate)
+    optimizer = torchopt.chain(trace(momentum=MOMENTUM), by_rate)
     state = optimizer.init(params)
     for batch in batches:
         grads = torch.autograd.grad(loss(params, batch), params, create_graph=True)
@@ -158,7 +158,7 @@ def by_torchopt(unroll: Unroll, batches: Sequence[Batch]) -> Grads:
 def training_alone(unroll: Unroll, batches: Sequence[Batch]) -> Grads:
     """Train with torch.optim, and differentiate nothing."""
     model = copy.deepcopy(unroll.model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=DECAY)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     for batch in batches:
         optimizer.zero_grad()
         batch_loss(model, batch).backward()

@@ -144,12 +144,15 @@ def functional_learner(task: RunSettings) -> FunctionalLearner:
         training, hyper = Training(objective, metafop.Adam()), metafop.Adam().hyper(lr=task.lr, eps=1e-5)
     else:
         families = assign(params, FULL) if task.method != "momentum" else {}
-        training, hyper = Training(objective, Momentum(), families), Momentum().hyper(lr=task.lr, decay=0.9)
-    meta, carry = training.meta(params, hyper), training.init(params, buffers)
+        training, hyper = (
+            Training(objective, Momentum(), families),
+            Momentum().hyper(lr=task.lr, momentum=0.9),
+        )
+    meta, carry = training.init_meta(params, **hyper._asdict()), training.init(params, buffers)
     if task.method in ("adam", "momentum"):
         return FunctionalLearner(policy, training, carry, task.ppo, meta)
     online = Online(training, metafop.Adam(), **AS_PRINTED if task.as_printed else {})
     skipped = 0 if task.as_printed else 9  # FOP's default learns from every tenth step
     lrs = [META_RATES[task.method], *[0.0] * skipped]
-    outer_metas = [online.meta(meta, metafop.Adam().hyper(lr=lr)) for lr in lrs]
+    outer_metas = [online.init_meta(meta, lr=lr) for lr in lrs]
     return FunctionalLearner(policy, online, online.init(meta, carry), task.ppo, *outer_metas)

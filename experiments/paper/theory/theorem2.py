@@ -103,8 +103,8 @@ def follow(
     def begin(x: Tensor, rho: Tensor) -> tuple[Any, Any]:
         online = rule.online(function, limit, 1)
         training: Any = online.training
-        meta, carry = training.meta({"x": x}, SGD().hyper(lr=1.0)), training.init({"x": x})
-        return online.meta(meta, SGD().hyper(lr=rho)), online.init(meta, carry)
+        meta, carry = training.init_meta({"x": x}, lr=1.0), training.init({"x": x})
+        return online.init_meta(meta, lr=rho), online.init(meta, carry)
 
     outer_meta, state = vmap(begin)(start, meta_lr)
     seen, p = [], torch.zeros_like(start)

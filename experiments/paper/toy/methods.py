@@ -30,11 +30,11 @@ class Method(NamedTuple):
     def begin(self, surface: Surface, lr: float, meta_lr: Any, point: Tensor) -> tuple[Any, Any]:
         """Return the meta of the learner, and the state that it starts from."""
         training, params = self.training(surface), {"x": point}
-        meta, carry = training.meta(params, self.optimizer.hyper(lr=lr)), training.init(params)
+        meta, carry = training.init_meta(params, lr=lr), training.init(params)
         if self.online is None:
             return meta, carry
         online = self.online(training)
-        return online.meta(meta, SGD().hyper(lr=meta_lr)), online.init(meta, carry)
+        return online.init_meta(meta, lr=meta_lr), online.init(meta, carry)
 
 
 learn = partial(Online, meta_optimizer=SGD())  # with the library's default guard, scale_free

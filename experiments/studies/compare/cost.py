@@ -30,8 +30,8 @@ def cases(settings: Horizons, digits: Digits, generator: Generator) -> dict[str,
     """Return a training step, an online step, and the derivative through each T."""
     training, metas = horizons.trainer(settings, digits)
     meta, carry = tree.map(lambda x: x[0], metas), training.init(digits.take(torch.tensor(0)))
-    online = Online(training, Adam(), ("precond", "hyper.lr", "hyper.decay"))
-    outer_meta = online.meta(meta, Adam().hyper(lr=1e-3))
+    online = Online(training, Adam(), ("precond", "lr", "momentum"))
+    outer_meta = online.init_meta(meta, lr=1e-3)
     batches = list(digits.draw((max(settings.steps), settings.batch), generator))
     state, _ = online.step(outer_meta, online.init(meta, carry), batches[0])
     extra = tree.size(state) - tree.size(carry)

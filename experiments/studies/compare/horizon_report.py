@@ -18,7 +18,7 @@ TRUSTED = 0.5  # a mean cosine of so much: for a number, three networks in four 
 
 def report(settings: Horizons, agreement: Agreement, out: Path) -> Summary:
     """Print how far one step agrees with T; return what goes into the summary."""
-    columns = ["step, T", "lr", "Σ", "decay", "Σ", "M", "Σ", "M vel.", "Σ"]
+    columns = ["step, T", "lr", "Σ", "momentum", "Σ", "M", "Σ", "M vel.", "Σ"]
     figures: Summary = {"t1_relative_error": agreement.error}
     for i, lr in enumerate(settings.lrs):
         rows = []
@@ -32,8 +32,8 @@ def report(settings: Horizons, agreement: Agreement, out: Path) -> Summary:
                         figures[f"{name}_lr{lr:g}_step{point}_t{steps}"] = round(cosines.mean().item(), 3)
                 rows.append(row)
         title = (
-            f"Trained with lr {lr:g}: one step (Σ: summed online) against T steps. lr, decay: same sign in "
-            f"so many of {settings.networks} networks (-: zero); M, by credit: cosine ± deviation"
+            f"Trained with lr {lr:g}: one step (Σ: summed online) against T steps. lr, momentum: same sign "
+            f"in so many of {settings.networks} networks (-: zero); M, by credit: cosine ± deviation"
         )
         show_table(out, title, columns, rows)
     horizons = [f"T = {steps}" for steps in settings.steps]

@@ -41,7 +41,7 @@ class Horizons:
 
 PARTS = {
     "lr": "learning rate",
-    "decay": "momentum",
+    "momentum": "momentum",
     "M": "M, gradient credit",
     "M velocity": "M, velocity credit",
 }
@@ -83,7 +83,7 @@ def trainer(settings: Horizons, digits: Digits) -> tuple[Training, Meta]:
     for lr in settings.lrs:
         for i in range(settings.networks):
             params, generator = digits.take(torch.tensor(i)), Generator().manual_seed(i)
-            metas.append(training.meta(params, Momentum().hyper(lr=lr), generator))
+            metas.append(training.init_meta(params, generator, lr=lr))
     return training, tree.stack(metas)
 
 
@@ -159,7 +159,7 @@ def by_part(grads: Meta, credited: Meta) -> By:
     )
     return {
         "lr": grads.hyper.lr[:, None],
-        "decay": grads.hyper.decay[:, None],
+        "momentum": grads.hyper.momentum[:, None],
         "M": m,
         "M velocity": m_velocity,
     }

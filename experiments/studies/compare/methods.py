@@ -30,7 +30,7 @@ class Method(NamedTuple):
 def fixed(digits: Digits, networks: Tensor, lrs: Tensor) -> Method:
     """Momentum with a learning rate for each network."""
     training = Training(digits.loss, Momentum())
-    metas = [training.meta(digits.take(networks[0]), Momentum().hyper(lr=lr)) for lr in lrs.tolist()]
+    metas = [training.init_meta(digits.take(networks[0]), lr=lr) for lr in lrs.tolist()]
     carry = vmap(training.init)(digits.take(networks))
     return Method(training, tree.stack(metas), carry, lambda meta, state, t: meta.hyper.lr)
 
@@ -43,8 +43,8 @@ def online(digits: Digits, networks: Tensor, meta_lrs: Tensor, lr: float, learn:
     outer_metas, states = [], []
     for number, meta_lr in zip(networks, meta_lrs.tolist(), strict=True):
         params, generator = digits.take(number), Generator().manual_seed(int(number))
-        meta = training.meta(params, Momentum().hyper(lr=lr), generator)
-        outer_metas.append(learner.meta(meta, Adam().hyper(lr=meta_lr)))
+        meta = training.init_meta(params, generator, lr=lr)
+        outer_metas.append(learner.init_meta(meta, lr=meta_lr))
         states.append(learner.init(meta, training.init(params)))
     return Method(
         learner, tree.stack(outer_metas), tree.stack(states), lambda meta, state, t: state.meta.hyper.lr
@@ -53,12 +53,9 @@ def online(digits: Digits, networks: Tensor, meta_lrs: Tensor, lr: float, learn:
 
 def scheduled(digits: Digits, networks: Tensor, schedules: Tensor) -> Method:
     """Momentum with a schedule of learning rates for each network, the last of which stays."""
-    optimizer, horizon = Scheduled(Momentum()), schedules.shape[1]
-    training, first = Training(digits.loss, optimizer), Momentum().hyper(lr=0.0)
-    metas = [
-        training.meta(digits.take(networks[0]), optimizer.hyper(first, horizon, {"lr": schedule}))
-        for schedule in schedules
-    ]
+    horizon = schedules.shape[1]
+    training = Training(digits.loss, Scheduled(Momentum(), horizon))
+    metas = [training.init_meta(digits.take(networks[0]), lr=schedule) for schedule in schedules]
     carry = vmap(training.init)(digits.take(networks))
     return Method(
         training, tree.stack(metas), carry, lambda meta, state, t: meta.hyper.lr[:, min(t, horizon - 1)]
@@ -87,7 +84,7 @@ class Networks:
 
     @property
     def training(self) -> Training:
-        return Training(summed(self.digits.loss), Scheduled(Momentum()))
+        return Training(summed(self.digits.loss), Scheduled(Momentum(), self.horizon))
 
     def start(self, episode: int) -> Carry:
         numbers = torch.arange(self.together) + episode * self.together
@@ -115,8 +112,7 @@ def summed(loss: Loss) -> Loss:
 
 def learn_schedule(task: Networks, lr: float, meta_lr: float, steps: int, folder: Path) -> Tensor:
     """Return a learning rate for every step of the horizon, learned through all of it."""
-    training, scheduled = task.training, Scheduled(Momentum())
-    learner = Unrolled(training, Adam())
-    meta = training.meta(task.start(0).params, scheduled.hyper(Momentum().hyper(lr=lr), task.horizon))
-    outer_meta = learner.meta(meta, Adam().hyper(lr=meta_lr))
+    learner = Unrolled(task.training, Adam())
+    meta = task.training.init_meta(task.start(0).params, lr=lr)
+    outer_meta = learner.init_meta(meta, lr=meta_lr)
     return meta_train(learner, outer_meta, meta, task, steps, folder=folder).state.meta.hyper.lr

@@ -107,7 +107,7 @@ def measure_slopes(
     h = settings.curvature
     training = Training(plain(lambda params, center: 0.5 * (h * (params["x"] - center) ** 2).sum()), SGD())
     params = {"x": torch.full_like(h, situation.distance)}
-    meta = training.meta(params, SGD().hyper(lr=situation.lr))
+    meta = training.init_meta(params, lr=situation.lr)
 
     def above_floor(carry: Carry) -> Tensor:
         return 0.5 * (h * carry.params["x"] ** 2).sum()

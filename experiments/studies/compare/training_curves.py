@@ -81,10 +81,10 @@ STYLES = {  # by name in the summary: the label, and a colour of Okabe and Ito's
     "tuned": ("fixed lr, tuned", "black"),
     "falling": ("falling lr, tuned", "#009E73"),
     "online": ("online: lr", "#E69F00"),
-    "online_all": ("online: lr, decay, M", "#CC79A7"),
+    "online_all": ("online: lr, momentum, M", "#CC79A7"),
     "unrolled": ("unrolled: lr schedule", "#0072B2"),
 }
-ONLINE = {"online": ("hyper.lr",), "online_all": ("hyper.lr", "hyper.decay", "precond")}
+ONLINE = {"online": ("lr",), "online_all": ("lr", "momentum", "precond")}
 
 
 def steps(method: Method, order: Tensor) -> Iterator[tuple[int, Any, Tensor, Any]]:

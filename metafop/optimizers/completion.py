@@ -1,0 +1,126 @@
+"""An optimizer of one's own completed: what it does not define has a default by autograd."""
+
+from __future__ import annotations  # torch.compile does not follow annotations of inner functions
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from metafop import tree
+from metafop.optimizers import hyper as hyperparameters
+from metafop.types import CompleteOptimizer, Domains, Params, Tree
+
+_CREDIT = ("init_memory", "credit", "toward")
+
+
+def completed(owner: str, optimizer: Any) -> CompleteOptimizer:
+    """Return the optimizer with all that learning needs of it, or refuse what is none."""
+    if isinstance(optimizer, torch.optim.Optimizer) or _is_torch_class(optimizer):
+        _refuse_torch(owner, optimizer)
+    if isinstance(optimizer, type):
+        name = optimizer.__name__
+        raise TypeError(f"{owner} takes an optimizer, got the class {name}. Pass {name}().")
+    missing = [name for name in ("domains", "init", "update") if not hasattr(optimizer, name)]
+    if missing:
+        raise TypeError(
+            f"{owner} takes an optimizer, which has domains, init and update, got {optimizer!r} without "
+            f"{', '.join(missing)}. Pass one such as Adam(), or define what is missing."
+        )
+    if isinstance(optimizer, CompleteOptimizer):
+        return optimizer
+    without = [name for name in _CREDIT if not hasattr(optimizer, name)]
+    if 0 < len(without) < len(_CREDIT):
+        raise TypeError(
+            f"{owner} got {optimizer!r}, which has some of {', '.join(_CREDIT)}, but not "
+            f"{', '.join(without)}. Define all three, or none: then a step is credited to its gradient alone."
+        )
+    return ByAutograd(optimizer)
+
+
+@dataclass(frozen=True, repr=False)
+class ByAutograd:
+    """An optimizer that defines `domains`, `init` and `update`, and perhaps more, completed by defaults.
+
+    hyper       a NamedTuple of the values given, one for each of its domains
+    pullback    the derivative of `update`, by autograd
+    credit      all to the last gradient
+
+    >>> class Sign:
+    ...     domains = {"lr": metafop.optimizers.Positive()}
+    ...     def init(self, params):
+    ...         return ()
+    ...     def update(self, hyper, params, opt, direction):
+    ...         return {k: p - hyper.lr * direction[k].sign() for k, p in params.items()}, ()
+    >>> training = Training(metafop.functional.plain(lambda params, batch: params["w"].sum()), Sign())
+    >>> params = {"w": torch.zeros(2)}
+    >>> carry, _ = training.step(training.init_meta(params, lr=0.5), training.init(params), None)
+    >>> carry.params["w"]
+    tensor([-0.5000, -0.5000])
+    """
+
+    rule: Any
+
+    def __repr__(self) -> str:
+        return repr(self.rule)
+
+    @property
+    def domains(self) -> Domains:
+        return self.rule.domains
+
+    def hyper(self, **values: Any) -> Any:
+        if hasattr(self.rule, "hyper"):
+            return hyperparameters.made(self.rule, values)
+        missing = [name for name in self.domains if name not in values]
+        if missing:
+            raise TypeError(
+                f"{self} needs a value for {', '.join(missing)}, got {', '.join(values) or 'none'}. "
+                f"Pass {', '.join(f'{name}=...' for name in missing)}."
+            )
+        ordered = {name: values[name] for name in self.domains}
+        return hyperparameters.named_tuple(ordered, hyperparameters.tensors(self, self.domains, ordered))
+
+    def init(self, params: Params) -> Tree:
+        return self.rule.init(params)
+
+    def update(self, hyper: Any, params: Params, opt: Tree, direction: Params) -> tuple[Params, Tree]:
+        return self.rule.update(hyper, params, opt, direction)
+
+    def pullback(
+        self, hyper: Any, params: Params, opt: Tree, direction: Params, cotangent: Params
+    ) -> tuple[Any, Params]:
+        if hasattr(self.rule, "pullback"):
+            return self.rule.pullback(hyper, params, opt, direction, cotangent)
+        return tree.pull(lambda x: self.update(x[0], params, opt, x[1])[0], (hyper, direction), cotangent)
+
+    def init_memory(self, params: Params) -> Tree:
+        return self.rule.init_memory(params) if self._credits else ()
+
+    def credit(self, hyper: Any, memory: Tree, grads: Params) -> tuple[Params | tuple[()], Tree]:
+        return self.rule.credit(hyper, memory, grads) if self._credits else ((), ())
+
+    def toward(self, hyper: Any, params: Params, opt: Tree, direction: Params, cotangent: Params) -> Params:
+        if self._credits:
+            return self.rule.toward(hyper, params, opt, direction, cotangent)
+        return self.pullback(hyper, params, opt, direction, cotangent)[1]
+
+    @property
+    def _credits(self) -> bool:
+        return hasattr(self.rule, "credit")
+
+
+def _is_torch_class(x: Any) -> bool:
+    return isinstance(x, type) and issubclass(x, torch.optim.Optimizer)
+
+
+_TWINS = {"SGD": "SGD() or metafop.Momentum()", "Adam": "Adam()", "AdamW": "Adam()"}
+
+
+def _refuse_torch(owner: str, optimizer: Any) -> None:
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    twin = _TWINS.get(kind.__name__)
+    remedy = f"Pass metafop.{twin}." if twin else "Write its rule as a class with domains, init and update."
+    raise TypeError(
+        f"{owner} takes an optimizer that is a pure function, got {kind.__module__}.{kind.__name__}, which "
+        f"changes parameters in place. {remedy}"
+    )
