@@ -2,7 +2,19 @@
 
 from torch.serialization import add_safe_globals
 
-from metafop import diagnostics, functional, hypergradients, optim, randomness, safeguards, tree, verify
+from metafop import (
+    diagnostics,
+    functional,
+    hypergradients,
+    meta_training,
+    optim,
+    optimizers,
+    progress,
+    randomness,
+    safeguards,
+    tree,
+    verify,
+)
 from metafop.hypergradients import EvolutionCarry, ForwardCarry
 from metafop.online import Online, OnlineCarry
 from metafop.optimizers import (
@@ -52,7 +64,7 @@ __version__ = "0.1.0"
 # What a state is made of: torch.load reads it without weights_only=False, which would run any code in a file.
 _STATES = [Meta, Seen, Carry, Last, Estimate, OnlineCarry, UnrolledState, ForwardCarry, EvolutionCarry]
 _HYPERS = [SGDHyper, MomentumHyper, AdamHyper]
-_PARTS = [AdamState, ReversibleState, ScheduledState, Aging, KroneckerFactors]
+_PARTS = [AdamState, ReversibleState, ScheduledState, Aging, KroneckerFactors, optimizers.named_tuple]
 add_safe_globals([*_STATES, *_HYPERS, *_PARTS])
 
 __all__ = [
@@ -92,7 +104,10 @@ __all__ = [
     "diagnostics",
     "functional",
     "hypergradients",
+    "meta_training",
     "optim",
+    "optimizers",
+    "progress",
     "randomness",
     "safeguards",
     "tree",

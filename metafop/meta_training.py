@@ -1,9 +1,10 @@
 """The loop of learning over horizons: episodes cut into windows, a folder to look at and to go on from."""
 
 import re
+import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -11,15 +12,8 @@ from torch import Tensor
 from metafop import tree
 from metafop.fingerprint import fingerprint
 from metafop.run_folder import History, Notes, Run, RunFolder, Settings
-from metafop.types import Batches, Meta, OuterLoss
+from metafop.types import Batches, Meta, OuterLoss, Progress
 from metafop.unrolled import Unrolled, UnrolledState
-
-try:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-except ImportError as error:
-    raise ImportError(
-        'metafop.meta_training needs rich, which is not installed: pip install "metafop[experiments]".'
-    ) from error
 
 
 class Task(Protocol):
@@ -63,15 +57,26 @@ def meta_train(
     windows: int = 1,
     folder: str | Path | None = None,
     save_every: int = 10,
-    progress: bool = True,
+    progress: Progress | None = None,
 ) -> Trained:
     """Learn meta: a step for each window, an episode of `windows`, each of which starts where the last ended.
 
-    A `folder` is for events, which TensorBoard shows, and a checkpoint, written every `save_every` steps and
-    at the end. Called again with it, an interrupted run goes on from there and ends, bit for bit, as if it
-    had not been. Refused are a run with other settings, losses or data, as far as they differ in the first
-    window of episode 0; a folder that another process writes to; and a file that is damaged or holds more
-    than data. A state or carry may hold dicts, lists, tuples and NamedTuples of tensors.
+    learner: what learns, and by which estimator.
+    outer_meta: its hyperparameters, from `learner.init_meta`.
+    meta: where learning starts, from `training.init_meta`.
+    task: what is trained, again and again.
+    steps: how many steps of meta to take in all, those of an interrupted run included.
+    windows: how many of them an episode has (1).
+    folder: where a checkpoint is kept, and events, which TensorBoard shows: numbers by name, schedules as
+        curves (None, nothing is kept). Called again with it, an interrupted run goes on from there and ends,
+        bit for bit, as if it had not been. Refused are a run with other settings, losses or data, as far as
+        they differ in the first window of episode 0; a folder that another process writes to; and a file that
+        is damaged or holds more than data. A state may hold dicts, lists, tuples and NamedTuples of tensors.
+    save_every: after how many steps a checkpoint is written, besides the one in the end (10).
+    progress: called after each step with a sentence, how many are done, and how many there are, such as
+        `metafop.progress.Line()` (None).
+
+    Ctrl-C saves what is done, says so in one line, and leaves Python by SystemExit.
 
     >>> from metafop.meta_training import meta_train
     >>> from metafop.unrolled import Unrolled
@@ -86,7 +91,7 @@ def meta_train(
     ...         return lambda carry: (carry.params["w"] - 1).square().sum()
     >>> learner, meta = Unrolled(training, Adam()), training.init_meta(params, lr=0.01)
     >>> outer_meta = learner.init_meta(meta, lr=0.1)
-    >>> trained = meta_train(learner, outer_meta, meta, Slope(), steps=40, progress=False)
+    >>> trained = meta_train(learner, outer_meta, meta, Slope(), steps=40)
     >>> trained.history[0]["value"] > 0.8, trained.history[-1]["value"] < 1e-3
     (True, True)
     """
@@ -94,33 +99,48 @@ def meta_train(
         if number < 1:
             raise ValueError(f"meta_train takes {name} of one or more, got {number}. Pass a positive number.")
     opened = nullcontext() if folder is None else RunFolder(folder)
-    with opened as kept, _bar(progress) as bar:
-        run = Run(learner.init(meta), None if kept is None else task.start(0), [], {})
+    with opened as kept:
+        run = Run(learner.init(meta), [], {})
         if kept is not None:
-            run = kept.load(run, _settings(learner, outer_meta, meta, task, windows, run.carry))
+            run = run._replace(state=run.state._replace(carry=task.start(0)))
+            run = kept.load(run, _settings(learner, outer_meta, meta, task, windows, run.state.carry))
         done = len(run.history)
         if done > steps:
             raise ValueError(
                 f"{folder} holds a run of {done} steps, more than steps={steps}. "
                 "Pass another folder, or as many steps."
             )
-        shown = bar.add_task("", total=steps, completed=done, value="")
-        for i in range(done, steps):
-            run = _stepped(learner, outer_meta, task, run, *divmod(i, windows))
-            bar.update(shown, completed=i + 1, value=f"{run.history[-1]['value']:.4g}")
-            if kept is not None and ((i + 1) % save_every == 0 or i + 1 == steps):
-                kept.save(run)
+        try:
+            for i in range(done, steps):
+                run = _stepped(learner, outer_meta, task, run, *divmod(i, windows))
+                if progress is not None:
+                    progress(f"outer loss {run.history[-1]['value']:.4g}", i + 1, steps)
+                if kept is not None and ((i + 1) % save_every == 0 or i + 1 == steps):
+                    kept.save(run, learner.learned.of(run.state.meta))
+        except KeyboardInterrupt:
+            _leave(learner, run, kept, steps)
     return Trained(run.state, run.history, run.notes)
 
 
+def _leave(learner: Unrolled, run: Run, kept: RunFolder | None, steps: int) -> NoReturn:
+    """Save what is done, say so, and exit as a program does that Ctrl-C ended."""
+    done = f"Interrupted after {len(run.history)} of {steps} steps."
+    if kept is None:
+        sys.stderr.write(f"\n{done} Nothing is saved: pass a folder to go on from there next time.\n")
+    else:
+        kept.save(run, learner.learned.of(run.state.meta))
+        sys.stderr.write(f"\n{done} They are saved in {kept.path}: the same call goes on from there.\n")
+    raise SystemExit(130) from None
+
+
 def _stepped(learner: Unrolled, outer_meta: Meta, task: Task, run: Run, episode: int, window: int) -> Run:
-    carry = task.start(episode) if window == 0 else run.carry
+    carry = task.start(episode) if window == 0 else run.state.carry
     batches, outer_loss = task.batches(episode, window), task.outer_loss(episode, window)
     state, info = learner.step(outer_meta, run.state, outer_loss, carry, batches)
     scalars = {k: x for k, x in info.items() if isinstance(x, Tensor) and x.numel() == 1}
     row = {k: float(x) for k, x in (_numbers(learner, run.state.meta) | scalars).items()}
     said = dict.fromkeys(info["notes"], len(run.history))
-    return Run(state, state.carry, [*run.history, row], said | run.notes)
+    return Run(state, [*run.history, row], said | run.notes)
 
 
 def _numbers(learner: Unrolled, meta: Meta) -> dict[str, Tensor]:
@@ -134,17 +154,6 @@ def _numbers(learner: Unrolled, meta: Meta) -> dict[str, Tensor]:
         else:
             numbers[f"{name}.norm"] = torch.linalg.vector_norm(leaf)
     return numbers
-
-
-def _bar(progress: bool) -> Progress:
-    return Progress(
-        TextColumn("outer loss {task.fields[value]}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        transient=True,
-        disable=not progress,
-    )
 
 
 def _settings(

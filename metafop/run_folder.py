@@ -2,6 +2,7 @@
 
 import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import IO, Any, NamedTuple, Self
@@ -13,61 +14,48 @@ from torch import Tensor
 
 from metafop import tree
 from metafop.fingerprint import same
-from metafop.tensorboard import Logger
+from metafop.log import logger
 from metafop.unrolled import UnrolledState
-
-try:
-    from filelock import FileLock, Timeout
-except ImportError as error:
-    raise ImportError(
-        'metafop.run_folder needs filelock, which is not installed: pip install "metafop[experiments]".'
-    ) from error
 
 History = list[dict[str, float]]  # a row for each step
 Notes = dict[str, int]  # each sentence with the step that said it first
 Settings = list[dict[str, Any]]  # text, tensors or numbers by name; each dict follows from those before
 
-_FORMAT = "meta_train 2"
+_FORMAT = "meta_train 3"
 
 
 class Run(NamedTuple):
-    """What a run goes on from."""
+    """What a run goes on from; the carry is in the state."""
 
     state: UnrolledState
-    carry: Any
     history: History
     notes: Notes
 
 
 class RunFolder:
-    """Keeps a run: a checkpoint to go on from, and the history for TensorBoard. Locked while it is open."""
+    """Keeps a run: a checkpoint to go on from, and events for TensorBoard. Locked while it is open."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.checkpoint = self.path / "checkpoint.pt"
-        self._lock = FileLock(self.path / "lock", timeout=0)
+        self._lock: Any = None
         self._settings: Settings = []
-        self._logger: Logger | None = None
+        self._events: Any = None  # a Logger, once there is something to write
         self._logged = 0
 
     def __enter__(self) -> Self:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"meta_train takes a folder, got the file {self.path}. Pass another path.")
         self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise RuntimeError(
-                f"{self.path} is in use by another meta_train. Wait for it, end it, or pass another folder."
-            ) from None
+        self._lock = _locked(self.path)
         for part in self.path.glob("checkpoint.*.part"):  # of processes that were killed
             part.unlink()
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
-            if self._logger is not None:
-                self._logger.close()
+            if self._events is not None:
+                self._events.close()
         finally:
             self._lock.release()
 
@@ -81,12 +69,13 @@ class RunFolder:
             return new
         with file:
             run = self._checked(self._read(file, new))
-        if not _fits([run.state, run.carry], [new.state, new.carry]):
-            raise ValueError(self._foreign("its state or carry has another structure"))
+        if not _fits(run.state, new.state):
+            raise ValueError(self._foreign("its state has another structure"))
         self._logged = len(run.history)
         return run
 
-    def save(self, run: Run) -> None:
+    def save(self, run: Run, learned: Mapping[str, Tensor]) -> None:
+        """Write a checkpoint and, for TensorBoard, what has come since the last one."""
         part = self.path / f"checkpoint.{uuid4().hex}.part"
         try:
             with part.open("xb") as file:
@@ -98,10 +87,11 @@ class RunFolder:
             part.unlink(missing_ok=True)
         _sync(self.path)
         # Events come last: those of a step that is not in the checkpoint would be written twice.
-        self._logger = self._logger or Logger(self.path)
+        self._events = self._events or _events(self.path)
         for step in range(self._logged, len(run.history)):
-            self._logger.info(step, {name: torch.tensor(x) for name, x in run.history[step].items()})
-        self._logger.flush()
+            self._events.info(step, {name: torch.tensor(x) for name, x in run.history[step].items()})
+        self._events.learned(len(run.history), learned)
+        self._events.flush()
         self._logged = len(run.history)
 
     def _check_can_keep(self, new: Run) -> None:
@@ -114,7 +104,7 @@ class RunFolder:
             _load(file, new)
         except Exception as error:
             raise ValueError(
-                f"{self.path} cannot keep this run, whose state or carry is more than dicts, lists, tuples "
+                f"{self.path} cannot keep this run, whose state is more than dicts, lists, tuples "
                 f"and NamedTuples of tensors ({_said(error)}). Define their classes at the top level of a "
                 "module, name those that you trust to torch.serialization.add_safe_globals, or pass "
                 "folder=None."
@@ -135,12 +125,11 @@ class RunFolder:
                 "format": str(form),
                 "settings": [dict(), dict(), dict()] as settings,
                 "state": state,
-                "carry": carry,
                 "history": list(history),
                 "notes": dict(notes),
             } if form == _FORMAT and all(isinstance(row, dict) for row in history):
                 self._check_settings(list(settings))
-                return Run(state, carry, history, notes)
+                return Run(state, history, notes)
         raise ValueError(self._foreign("it holds something else"))
 
     def _check_settings(self, kept: Settings) -> None:
@@ -157,6 +146,40 @@ class RunFolder:
             f"{self.checkpoint} is damaged, or was not written by this version of meta_train ({reason}). "
             "Move it away to start anew, or pass another folder."
         )
+
+
+def _locked(folder: Path) -> Any:
+    """Return a lock of the folder that this process holds."""
+    from filelock import FileLock, Timeout  # torch needs it too, so it is there
+
+    lock = FileLock(folder / "lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise RuntimeError(
+            f"{folder} is in use by another meta_train. Wait for it, end it, or pass another folder."
+        ) from None
+    return lock
+
+
+def _events(folder: Path) -> Any:
+    """Return what writes events or, where TensorBoard is not installed, what says so and writes none."""
+    try:
+        from metafop.tensorboard import Logger
+    except ImportError as error:
+        logger.info("no events are written to %s: %s", folder, error)
+        return _NoEvents()
+    return Logger(folder)
+
+
+class _NoEvents:
+    def info(self, step: int, info: Any) -> None: ...
+
+    def learned(self, step: int, leaves: Any) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def _load(file: IO[bytes], new: Run) -> Any:

@@ -14,12 +14,13 @@ from metafop import diagnostics
 from metafop.types import Info, Meta, Params, Trains
 
 try:
+    from PIL import Image, ImageDraw
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore  # made at run time
     from torch.utils.tensorboard import FileWriter
     from torch.utils.tensorboard.summary import histogram, hparams, image, scalar
 except ImportError as error:
     raise ImportError(
-        'metafop.tensorboard needs tensorboard, which is not installed: pip install "metafop[experiments]".'
+        'metafop.tensorboard needs tensorboard, which is not installed: pip install "metafop[tensorboard]".'
     ) from error
 
 _LARGEST_HISTOGRAM = 1024  # rows of P: a million numbers
@@ -103,6 +104,14 @@ class Logger:
             if p.shape[-1] <= _LARGEST_IMAGE:
                 self._events.add_summary(image(f"P/{name}", picture(p), dataformats="CHW"), step)
 
+    def learned(self, step: int, leaves: Mapping[str, Tensor]) -> None:
+        """Write pictures of what was learned, by name: of a schedule "curve/…", of a matrix "M/…"."""
+        for name, leaf in leaves.items():
+            if leaf.dim() == 1 and leaf.numel() > 1:
+                self._events.add_summary(image(f"curve/{name}", curve(leaf), dataformats="HWC"), step)
+            elif leaf.dim() == 2 and max(leaf.shape) <= _LARGEST_IMAGE:
+                self._events.add_summary(image(f"M/{name}", picture(leaf), dataformats="CHW"), step)
+
     def watch(self, optimizer: Watched, every: int = 100) -> RemovableHandle:
         """Write the diagnostics of a `metafop.optim.FOP` after its first step, and after each `every` more.
 
@@ -160,6 +169,25 @@ def picture(p: Tensor) -> Tensor:
     painted = torch.where(known, 1 - depth * (1 - colour), 0.0)
     zoom = max(_PIXELS // p.shape[-1], 1)
     return painted.repeat_interleave(zoom, -1).repeat_interleave(zoom, -2)
+
+
+def curve(values: Tensor) -> Tensor:
+    """Return the values over their index as an image, (height, width, 3), with numbers at its axes' ends."""
+    x = values.detach().cpu().double()
+    known = x[torch.isfinite(x)]
+    low, high = (known.min().item(), known.max().item()) if len(known) else (0.0, 0.0)
+    width, height, left, bottom, top = 480, 288, 72, 24, 12
+    across, up = (width - left - 12) / max(len(x) - 1, 1), (height - bottom - top) / ((high - low) or 1.0)
+    canvas = Image.new("RGB", (width, height), "white")
+    draw = ImageDraw.Draw(canvas)
+    draw.line([(left, top), (left, height - bottom), (width - 12, height - bottom)], fill="grey")
+    points = [(left + i * across, height - bottom - up * (v - low)) for i, v in enumerate(x.tolist())]
+    draw.line([point for point, v in zip(points, x, strict=True) if v.isfinite()], fill="black", width=2)
+    for value, place in ((high, top), (low, height - bottom)):
+        draw.text((left - 6, place), f"{value:.3g}", fill="black", anchor="rm")
+    for step, place in ((0, left), (len(x) - 1, width - 12)):
+        draw.text((place, height - bottom + 6), str(step), fill="black", anchor="mt")
+    return torch.tensor(list(canvas.tobytes()), dtype=torch.uint8).reshape(height, width, 3)
 
 
 def _column(colour: tuple[float, float, float]) -> Tensor:

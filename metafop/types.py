@@ -12,6 +12,7 @@ Batch = Any
 Loss = Callable[[Params, Buffers, Batch], tuple[Tensor, Buffers]]
 Info = dict[str, Tensor]
 OuterLoss = Callable[[Any], Tensor]  # of a carry
+Progress = Callable[[str, int, int], None]  # told what is being done, how many steps of it, of how many
 
 
 class Meta(NamedTuple):

@@ -30,6 +30,7 @@ class Valley:
     estimator: object = adjoint
     scale: float = 1.0
     fails: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+    raises: type[BaseException] = field(default=Interrupted, repr=False)
 
     def start(self, episode):
         rng = torch.Generator().manual_seed(episode)
@@ -40,7 +41,7 @@ class Valley:
 
     def batches(self, episode, window):
         if (episode, window) in self.fails:
-            raise Interrupted
+            raise self.raises
         return list(torch.randn(3, 3, generator=torch.Generator().manual_seed(100 * episode + window)))
 
     def outer_loss(self, episode, window):
@@ -68,9 +69,7 @@ def made(estimator=adjoint, optimizer=None, hyper=None, learn=("lr",), fails=(),
 
 
 def run(folder=None, steps=8, windows=1, save_every=2, **settings) -> Trained:
-    return meta_train(
-        *made(**settings), steps, windows=windows, folder=folder, save_every=save_every, progress=False
-    )
+    return meta_train(*made(**settings), steps, windows=windows, folder=folder, save_every=save_every)
 
 
 def kept(folder):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isqrt
 from typing import Any, Literal, get_args
 
@@ -18,7 +18,7 @@ from metafop.hypergradients.info import unroll_info
 from metafop.hypergradients.step_vjp import Over, StepVJP, depends_on_value
 from metafop.hypergradients.steps import EagerSteps
 from metafop.hypergradients.validation import Skip, batch_at, check_skip, explained_errors, horizon
-from metafop.types import Batches, Estimate, Meta, OuterLoss, Trains
+from metafop.types import Batches, Estimate, Meta, OuterLoss, Progress, Trains
 
 Keep = Literal["all", "sqrt", "log"]
 
@@ -29,21 +29,23 @@ class Adjoint:
 
     λ_T = ∂value/∂carry_T,    (∂value/∂meta, λ_t) += VJP of step t of λ_(t+1)    (docs/math.md, 19)
 
-    `keep` says which carries wait for the backward pass: "all" of them; with "sqrt" so many that about √T are
-    held at once, all told (16 of a horizon below 256), and as a rule steps are taken two or three times; with
-    "log" about log₂ T, and steps are taken more often (docs/math.md, 20). Instead, `memory` gives a budget in
-    bytes, and as many are kept as fit; with both, the rule is refused if it needs more. Besides there are
-    always the last carry and what one step back needs.
-
-    `compile` builds the steps, forward and back, by torch's compiler: once for a training and for each shape
-    of batches, however many steps and estimates follow. What the loss closes over is compiled in: it must not
-    change. Images are then given to convolutions channels last, which is faster on a CPU, if the model takes
-    them so.
-    `over` is how the gradient is differentiated, in "reverse", faster as a rule, or "forward". Where torch
-    cannot do it forward, a note says so and it is done in reverse.
-    `skip` names checks to leave out: "repeat", that what is taken again comes out the same; "hessian", that
-    no derivative is hidden in the loss; "buffers", that no derivative is missed through them;
-    "compiled", that what is compiled gives the same numbers.
+    keep: which carries wait for the backward pass: "all" of them; with "sqrt" so many that about √T are held
+        at once, all told (16 of a horizon below 256), and as a rule steps are taken two or three times; with
+        "log" about log₂ T, and steps are taken more often (docs/math.md, 20) (None, which is "all" without
+        `memory`). Besides there are always the last carry and what one step back needs.
+    memory: instead, a budget in bytes: as many are kept as fit; with both, `keep` is refused if it needs more
+        (None, no limit).
+    compile: builds the steps, forward and back, by torch's compiler: once for a training and for each shape
+        of batches, however many steps and estimates follow (False). What the loss closes over is compiled in:
+        it must not change. Images are then given to convolutions channels last, which is faster on a CPU, if
+        the model takes them so.
+    over: how the gradient is differentiated: "reverse", faster as a rule, or "forward" ("reverse"). Where
+        torch cannot do it forward, a note says so and it is done in reverse.
+    skip: checks to leave out: "repeat", that what is taken again comes out the same; "hessian", that no
+        derivative is hidden in the loss; "buffers", that no derivative is missed through them; "compiled",
+        that what is compiled gives the same numbers (none).
+    progress: called after each step with "forward" or "backward", how many were taken, and T, such as
+        `metafop.progress.Line()` (None).
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
@@ -59,6 +61,7 @@ class Adjoint:
     compile: bool = False
     over: Over = "reverse"
     skip: Skip = ()
+    progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_skip("Adjoint", self.skip)
@@ -102,7 +105,7 @@ class Adjoint:
         checkpointing = Checkpointing(tree.size(carry), tree.size(carry) + gradient)
         missed = MissedBuffers(training, carry, steps, self.skip)
         with how.context(), second_derivative(training, "reverse", self.skip) as second:
-            checks = Checks("repeat" not in self.skip, second, missed)
+            checks = Checks("repeat" not in self.skip, second, missed, self.progress)
             there_and_back = BackwardPass(taken, outer_loss, batches, checkpointing, checks)
             done = there_and_back(carry, self._budget(checkpointing, steps))
             notes = (*how.notes, *second.notes, missed.note(outer_loss, done.carry, done.value))

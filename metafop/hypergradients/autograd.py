@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -18,17 +18,19 @@ from metafop.hypergradients.graphs import detached, with_constant_buffers
 from metafop.hypergradients.info import unroll_info
 from metafop.hypergradients.outer_loss import check_dependence, value_of
 from metafop.hypergradients.validation import Skip, batch_at, check_skip, explained_errors, horizon
-from metafop.types import Batches, Estimate, Meta, OuterLoss, Trains
+from metafop.types import Batches, Estimate, Meta, OuterLoss, Progress, Trains
 
 
 @dataclass(frozen=True)
 class Autograd:
     """∂ outer_loss(step(meta, … step(meta, carry, batches[0]) …)) / ∂meta, by torch.func.grad.
 
-    `skip` names checks to leave out, as for `Adjoint`.
+    skip: checks to leave out, as for `Adjoint` (none).
+    progress: called after each step forward, as by `Adjoint` (None).
     """
 
     skip: Skip = ()
+    progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_skip("Autograd", self.skip)
@@ -57,6 +59,8 @@ class Autograd:
                     looked_at[t] = (now, seen)
                 now, _ = training.advance(meta, with_constant_buffers(now), seen)
                 values.append(seen.value)
+                if self.progress is not None:
+                    self.progress("forward", t + 1, steps)
                 if t == repeats_after(steps, self.skip):
                     again = training.evaluate(carry, batch_at(batches, 0))
                     check_repeated(0, tree.leaves(seen_first), tree.leaves(again))

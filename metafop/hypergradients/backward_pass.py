@@ -15,16 +15,20 @@ from metafop.hypergradients.checks.repeat import check_repeated, rounding
 from metafop.hypergradients.outer_loss import Cotangent, value_and_cotangent
 from metafop.hypergradients.steps import Kept, Steps
 from metafop.hypergradients.validation import batch_at
-from metafop.types import Batches, Meta, OuterLoss, Params, Seen
+from metafop.types import Batches, Meta, OuterLoss, Params, Progress, Seen
 
 
 @dataclass(frozen=True)
 class Checks:
-    """What is looked at on the way: that repeated steps come out the same, second derivatives, buffers."""
+    """What is looked at on the way: that repeated steps come out the same, second derivatives, buffers.
+
+    `progress` is told of each step.
+    """
 
     repeated: bool
     second_derivative: SecondDerivative
     buffers: MissedBuffers
+    progress: Progress | None
 
 
 @dataclass
@@ -88,6 +92,7 @@ class BackwardPass:
                 t, before, self.grads, self.cotangent, seen
             )
             self.sizes.append(size)
+            self._tell("backward", len(self.sizes) - 1)
             if self.checks.repeated:
                 check_repeated(t, last_seen or [self.values[t]], again, self.slack[t])
             if self.checks.second_derivative.is_due():
@@ -125,6 +130,7 @@ class BackwardPass:
                 check_repeated(t, [self.values[t]], seen)
             return after, seen
         self.values.append(seen[0])
+        self._tell("forward", t + 1)
         if t in self.checks.buffers.steps:
             here = self.steps.carry(kept)
 
@@ -135,6 +141,10 @@ class BackwardPass:
                 t, here, batch_at(self.batches, t), _seen(here.params, seen), evaluate=evaluate
             )
         return after, seen
+
+    def _tell(self, what: str, done: int) -> None:
+        if self.checks.progress is not None:
+            self.checks.progress(what, done, len(self.batches))
 
 
 def _seen(params: Params, seen: list[Tensor]) -> Seen:

@@ -6,6 +6,7 @@ they would find out is known here: what a compiled function returns has the same
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from metafop import stopped_gradients
 from metafop.hypergradients.checks.compiled import check_agreement
+from metafop.log import logger
 from metafop.stopped_gradients import Record
 from metafop.twice_differentiable import TwiceDifferentiable
 
@@ -68,11 +70,14 @@ class Compiled:
                     f"A step was compiled for {_LIMIT} forms of batches, and there comes another. "
                     "Bring batches to a few shapes, or pass compile=False."
                 )
+            begin = time.perf_counter()
+            logger.info("compiling a step %s, once for each shape of batches", self.function.__name__)
             with TwiceDifferentiable(), stopped_gradients.recording() as record:
                 built = _build(self.function, formed, record)
                 if self.checked:
                     check_agreement(built(formed), self.function, formed)
             self.built[key] = built
+            logger.info("compiled it in %.1f s", time.perf_counter() - begin)
         return self.built[key](formed)
 
 

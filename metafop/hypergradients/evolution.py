@@ -4,7 +4,7 @@ from __future__ import annotations  # torch.compile does not follow annotations 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from metafop.hypergradients.forward import learned_leaves, left_out
 from metafop.hypergradients.outer_loss import check_dependence, value_of
 from metafop.hypergradients.validation import batch_at, explained_errors, horizon
 from metafop.twice_differentiable import TwiceDifferentiable
-from metafop.types import Batches, Domain, Estimate, Meta, OuterLoss, Trains
+from metafop.types import Batches, Domain, Estimate, Meta, OuterLoss, Progress, Trains
 
 
 class EvolutionCarry(NamedTuple):
@@ -41,12 +41,16 @@ class Evolution:
     Every particle goes on from its own last window. As ξ remembers them all, this estimates the derivative
     through all steps so far, without the bias of one that sees a single window; and as it is that of a loss
     smoothed by perturbations, it stays moderate where derivatives explode. It is noisy:
-    `info["standard_error"]` says how much. `learn` names the parts, each name a leaf of meta or the start of
-    some; None means all.
+    `info["standard_error"]` says how much. It starts from `evolution.init(carry, generator)`.
 
     z is the coordinate in which a leaf is learned: log lr, logit momentum, matrices as they are. What has
     none is not perturbed: a value on the boundary of its range, the time of a `Rescaled` family. A pair is
     left out while one of its losses is not finite. Notes say so.
+
+    learn: names of leaves of meta, or the starts of some, as for `Unrolled` (None, all).
+    pairs: how many antithetic pairs of particles train side by side (32).
+    sigma: σ, in the coordinate z (0.01).
+    progress: called after each step of all particles, as by `Adjoint` (None).
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
@@ -63,6 +67,7 @@ class Evolution:
     learn: tuple[str, ...] | None = None
     pairs: int = 32
     sigma: float = 0.01
+    progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.learn is not None:
@@ -103,6 +108,8 @@ class Evolution:
                 seen = training.evaluate(carry, batch_at(batches, t))
                 carry, _ = training.advance(moved, carry, seen)
                 values.append(seen.value)
+                if self.progress is not None:
+                    self.progress("forward", t + 1, steps)
             value = value_of(outer_loss, carry)
             if tree.is_transforming():  # one after another, particles cannot tell
                 check_dependence(tree.is_batched(value))

@@ -3,7 +3,7 @@
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from metafop.hypergradients.locked_jvp import jvp
 from metafop.hypergradients.outer_loss import Cotangent, value_and_cotangent
 from metafop.hypergradients.step_vjp import Over
 from metafop.hypergradients.validation import Skip, batch_at, check_skip, explained_errors, horizon
-from metafop.types import Batch, Batches, Estimate, Meta, OuterLoss, Params, Seen, Trains
+from metafop.types import Batch, Batches, Estimate, Meta, OuterLoss, Params, Progress, Seen, Trains
 
 Tangents = list[Tensor]  # for each floating-point leaf of a carry, one row for each learned number
 
@@ -43,14 +43,17 @@ class Forward:
     Ċ_(t+1) = ∂step/∂carry Ċ_t + ∂step/∂meta,    ∂value/∂meta = ⟨∂value/∂carry_T, Ċ_T⟩    (docs/math.md, 22)
 
     Every learned number has a row of Ċ, as large as a carry, and each step takes every row through one
-    Hessian-vector product: this suits few numbers and any horizon. `learn` names the parts, each name a leaf
-    of meta or the start of some; None means all. Where torch cannot differentiate the gradient forward, a
-    note says so and it is done in reverse.
+    Hessian-vector product: this suits few numbers and any horizon. Where torch cannot differentiate the
+    gradient forward, a note says so and it is done in reverse.
 
     From `forward.init(carry)` it goes on from window to window: each estimate is the derivative through all
     steps so far. If meta moves in between, this is real-time recurrent learning: Ċ adds up what every step
     did with the meta of its time. From a plain carry, Ċ starts at zero. `info["tangents"]` holds the norms of
-    Ċ_0 … Ċ_T. `skip` names checks to leave out, as for `Adjoint`.
+    Ċ_0 … Ċ_T.
+
+    learn: names of leaves of meta, or the starts of some, as for `Unrolled` (None, all).
+    skip: checks to leave out, as for `Adjoint` (none).
+    progress: called after each step, as by `Adjoint` (None).
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
@@ -64,6 +67,7 @@ class Forward:
 
     learn: tuple[str, ...] | None = None
     skip: Skip = ()
+    progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_skip("Forward", self.skip)
@@ -104,6 +108,8 @@ class Forward:
                 # Not lists: over many steps, small tensors that stay would scatter the memory of large ones.
                 values = torch.cat([values, seen.value[None]])
                 sizes = torch.cat([sizes, tree.norm(tangents)[None]])
+                if self.progress is not None:
+                    self.progress("forward", t + 1, steps)
                 if t == repeats_after(steps, self.skip):
                     again = training.evaluate(start, batch_at(batches, 0)).value
                     check_repeated(0, [values[0]], [again], rounding(values[:1].unbind())[0])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from metafop.types import (
     Meta,
     OuterLoss,
     Params,
+    Progress,
     Reversible,
     Trains,
 )
@@ -48,7 +49,9 @@ class ReversibleAdjoint:
     ones stand in for all: right wherever the gradient does not depend on them, as batch norm's in training
     mode. That the pass came back to the start is checked; a training that diverged, or left the range that
     is exact, is noted with its step, and NaN stands for grads. (docs/math.md, 24)
-    `skip` names checks to leave out, as for `Adjoint`.
+
+    skip: checks to leave out, as for `Adjoint` (none).
+    progress: called after each step, as by `Adjoint` (None).
 
     >>> from metafop.optimizers import ReversibleMomentum
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
@@ -62,6 +65,7 @@ class ReversibleAdjoint:
     """
 
     skip: Skip = ()
+    progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_skip("ReversibleAdjoint", self.skip)
@@ -80,7 +84,7 @@ class ReversibleAdjoint:
     def _there_and_back(self, path: _Path, outer_loss: OuterLoss, notes: tuple[str, ...]) -> Estimate:
         training, meta, steps = path.training, path.meta, len(path.batches)
         missed = MissedBuffers(training, path.carry, steps, self.skip)
-        last, values, saved, integers = path.forward(missed)
+        last, values, saved, integers = path.forward(missed, self._tell(steps))
         words = sum(x.numel() for x in tree.leaves((last.params, saved)))  # a store has one for each number
         value, cotangent = value_and_cotangent(outer_loss, last)
         grads, sizes = tree.zeros_like(meta), [tree.norm(cotangent)]
@@ -95,6 +99,7 @@ class ReversibleAdjoint:
                         second.look(before, batch)
                     grads = tree.add(grads, d_meta)
                     sizes.append(tree.norm(cotangent))
+                    self._tell(steps)("backward", len(sizes) - 1)
             else:  # what is not a number cannot be undone
                 grads, sizes = tree.map(lambda x: torch.full_like(x, torch.nan), meta), []
         notes = (*notes, *second.notes, missed.note(outer_loss, last, value))
@@ -104,6 +109,10 @@ class ReversibleAdjoint:
             steps * sum(p.numel() for p in last.params.values())
         )
         return Estimate(value, grads, last, info)
+
+    def _tell(self, steps: int) -> Callable[[str, int], None]:
+        progress = self.progress
+        return lambda what, done: None if progress is None else progress(what, done, steps)
 
 
 reversible = ReversibleAdjoint()
@@ -119,7 +128,9 @@ class _Path:
     carry: Carry
     batches: Batches
 
-    def forward(self, missed: MissedBuffers) -> tuple[Carry, list[Tensor], dict[int, Params], list[Buffers]]:
+    def forward(
+        self, missed: MissedBuffers, tell: Callable[[str, int], None]
+    ) -> tuple[Carry, list[Tensor], dict[int, Params], list[Buffers]]:
         """Return the carry after all steps, the loss and the integer buffers that each saw, and the stores
         that each emptied.
         """
@@ -133,6 +144,7 @@ class _Path:
             missed.at(t, now, batch, seen)
             now, _ = self.training.advance(self.meta, now, seen)
             values.append(seen.value)
+            tell("forward", t + 1)
         return now, values, saved, integers
 
     def backward(

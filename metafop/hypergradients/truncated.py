@@ -18,8 +18,11 @@ class Truncated:
     the carry that each window starts from held: what happened before it is not differentiated.
 
     It takes the memory of one window, and cannot explode over many; it is biased toward what pays soon
-    (docs/math.md, 21). The last window is shorter if the batches say so. To learn between windows, call
-    `estimator` itself window by window: the carry that it returns starts the next.
+    (docs/math.md, 21). To learn between windows, call `estimator` itself window by window: the carry that it
+    returns starts the next.
+
+    steps: how many a window has; the last one is shorter if the batches say so.
+    estimator: any of `metafop.hypergradients`, for each window (`adjoint`).
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}

@@ -76,7 +76,7 @@ FOREIGN = {
     "a tensor": lambda path: torch.save(torch.ones(2), path),
     "a state_dict": lambda path: torch.save(torch.nn.Linear(2, 2).state_dict(), path),
     "a list": lambda path: torch.save([1, 2, 3], path),
-    "a dict": lambda path: torch.save({"format": "meta_train 2"}, path),
+    "a dict": lambda path: torch.save({"format": "meta_train 3"}, path),
     "a module": lambda path: torch.save(torch.nn.Linear(2, 2), path),
 }
 
@@ -88,8 +88,12 @@ def test_a_file_that_is_not_of_a_run_is_refused(write, tmp_path):
     refused(tmp_path)
 
 
+def _with_carry(whole, carry):
+    return {"state": whole["state"]._replace(carry=carry)}
+
+
 CHANGED = {
-    "another format": lambda whole: {"format": "meta_train 1"},
+    "another format": lambda whole: {"format": "meta_train 2"},
     "settings cut": lambda whole: {"settings": whole["settings"][:1]},
     "no history": lambda whole: {"history": None},
     "a history of lists": lambda whole: {"history": [[1.0], [2.0]]},
@@ -98,10 +102,10 @@ CHANGED = {
     "a state of other names": lambda whole: {
         "state": whole["state"]._replace(meta=whole["state"].meta._replace(precond={"v": torch.eye(3)}))
     },
-    "no tensor": lambda whole: {
-        "carry": whole["carry"]._replace(params={"w": [1.0, 2.0]}),
-    },
-    "another carry": lambda whole: {"carry": EvolutionCarry(whole["carry"], (), torch.ones(2))},
+    "no tensor": lambda whole: _with_carry(whole, whole["state"].carry._replace(params={"w": [1.0, 2.0]})),
+    "another carry": lambda whole: _with_carry(
+        whole, EvolutionCarry(whole["state"].carry, (), torch.ones(2))
+    ),
 }
 
 
@@ -116,7 +120,7 @@ def test_a_checkpoint_of_another_structure_is_refused(change, tmp_path):
 def test_a_checkpoint_of_an_older_version_is_refused_by_name(tmp_path, monkeypatch):
     run(tmp_path, steps=2)
     whole = kept(tmp_path)
-    old = namedtuple("_Run", ["state", "carry", "history", "notes"], module="metafop.meta_training")
+    old = namedtuple("_Run", ["state", "history", "notes"], module="metafop.meta_training")
     monkeypatch.setattr(meta_training, "_Run", old, raising=False)
     content = (whole["settings"][0], old(*(whole[name] for name in old._fields)))
     torch.save(content, tmp_path / "checkpoint.pt")
@@ -185,7 +189,7 @@ def test_classes_that_a_user_made_safe_stay_safe(tmp_path):
         for box in (Velocity, Derived):
             run(tmp_path / box.__name__, steps=2, windows=3, optimizer=Boxed(box=box))
             run(tmp_path / box.__name__, steps=4, windows=3, optimizer=Boxed(box=box))
-            assert isinstance(kept(tmp_path / box.__name__)["carry"].opt, box)
+            assert isinstance(kept(tmp_path / box.__name__)["state"].carry.opt, box)
     finally:
         torch.serialization._weights_only_unpickler._remove_safe_globals([Velocity, Derived])
 

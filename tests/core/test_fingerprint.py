@@ -63,7 +63,7 @@ def run(
     outer_meta = learner.init_meta(meta, lr=0.1)
     batches = batches or [torch.tensor([0.1, 0.2, 0.3]), torch.ones(3), torch.tensor([0.3, 0.2, 0.1])]
     task = Fixed(start, batches, lambda carry: outer_loss(carry))
-    return meta_train(learner, outer_meta, meta, task, steps, folder=folder, save_every=1, progress=False)
+    return meta_train(learner, outer_meta, meta, task, steps, folder=folder, save_every=1)
 
 
 def assert_differs(words, folder, first, second):
@@ -164,9 +164,9 @@ def test_another_function_in_the_attributes_of_a_task_is_told_apart(tmp_path):
     learner = Unrolled(training, Adam())
     outer_meta = learner.init_meta(meta, lr=0.1)
     first, second = WithOuterLoss(training, lambda w: w.sum()), WithOuterLoss(training, lambda w: w.prod())
-    meta_train(learner, outer_meta, meta, first, 1, folder=tmp_path, progress=False)
+    meta_train(learner, outer_meta, meta, first, 1, folder=tmp_path)
     with pytest.raises(ValueError, match="differs in outer loss"):
-        meta_train(learner, outer_meta, meta, second, 2, folder=tmp_path, progress=False)
+        meta_train(learner, outer_meta, meta, second, 2, folder=tmp_path)
 
 
 def summed(problem, backwards):
@@ -190,7 +190,7 @@ def test_rounding_is_no_difference(precision, generator, tmp_path):
             return training.loss(carry.params, carry.buffers, problem.batches[0])[0]
 
         task = Fixed(start, problem.batches, outer_loss)
-        trained = meta_train(learner, outer_meta, meta, task, steps, folder=tmp_path, progress=False)
+        trained = meta_train(learner, outer_meta, meta, task, steps, folder=tmp_path)
         histories.append(trained.history)
         grads.append(training.evaluate(start, problem.batches[0]).grads)
     assert any(not torch.equal(grads[0][k], grads[1][k]) for k in problem.params)

@@ -11,7 +11,7 @@ import metafop
 
 ROOT = Path(metafop.__file__).parent
 LAYERS = [
-    {"types"},
+    {"types", "log", "progress"},
     {"tree", "patterns"},
     {"randomness"},
     {"twice_differentiable", "hidden_derivatives"},
@@ -25,7 +25,7 @@ LAYERS = [
     {"run_folder"},
     {"meta_training"},
 ]
-EXTRAS = {"tensorboard": {"tensorboard"}, "run_folder": {"filelock"}, "meta_training": {"rich"}}
+EXTRAS = {"tensorboard": {"tensorboard", "PIL"}, "run_folder": {"filelock"}}  # torch needs filelock too
 LAYER = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py"]
 

@@ -1,20 +1,15 @@
 """The loop of learning over horizons: by hand, interrupted and gone on with, and what it writes."""
 
-import importlib
-import io
 import math
 import sys
-from functools import partial
 
 import pytest
 import torch
 from events import points, read, scalar
 from problems import assert_same_bits, every
-from rich.console import Console
-from rich.progress import Progress
-from valley import ESTIMATORS, Interrupted, made, run
+from valley import ESTIMATORS, Interrupted, kept, made, run
 
-from metafop import Momentum, meta_training, tree
+from metafop import Momentum, tree
 from metafop.hypergradients.forward import Forward
 from metafop.meta_training import meta_train
 from metafop.optimizers.scheduled import Scheduled
@@ -62,7 +57,7 @@ def test_an_interrupted_run_ends_as_one_that_was_not_bit_for_bit(estimator, stop
     assert_same_bits(parts.state, whole.state)
     assert (parts.history, parts.notes) == (whole.history, whole.notes)
     ends = [torch.load(tmp_path / k / "checkpoint.pt") for k in ("whole", "parts")]
-    assert_same_bits(tree.leaves(ends[1]["carry"]), tree.leaves(ends[0]["carry"]))
+    assert_same_bits(tree.leaves(ends[1]["state"]), tree.leaves(ends[0]["state"]))
     for name in whole.history[0]:  # no step is missing, and none comes twice
         assert points(tmp_path / "parts", name) == points(tmp_path / "whole", name)
         assert [step for step, _ in points(tmp_path / "parts", name)] == list(range(8))
@@ -105,13 +100,48 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_progress_bar_shows_the_outer_loss_and_changes_nothing(monkeypatch):
-    screen = io.StringIO()
-    terminal = Console(file=screen, force_terminal=True, force_interactive=True)
-    monkeypatch.setattr(meta_training, "Progress", partial(Progress, console=terminal))
-    shown = meta_train(*made(), 2)
-    assert_same_bits(shown.state, run(steps=2).state)
-    assert f"outer loss {shown.history[-1]['value']:.4g}" in screen.getvalue()
+def test_progress_is_told_each_step_and_changes_nothing():
+    said = []
+    shown = meta_train(*made(), 3, progress=lambda *said_now: said.append(said_now))
+    assert said == [(f"outer loss {row['value']:.4g}", i + 1, 3) for i, row in enumerate(shown.history)]
+    assert_same_bits(shown.state, run(steps=3).state)
+
+
+def test_ctrl_c_saves_what_is_done_says_so_and_the_same_call_goes_on(tmp_path, capsys):
+    with pytest.raises(SystemExit) as left:
+        run(tmp_path, steps=8, fails=((5, 0),), raises=KeyboardInterrupt)
+    assert left.value.code == 130
+    assert capsys.readouterr().err.strip() == (
+        f"Interrupted after 5 of 8 steps. They are saved in {tmp_path}: the same call goes on from there."
+    )
+    assert len(kept(tmp_path)["history"]) == 5
+    assert_same_bits(run(tmp_path, steps=8).state, run(steps=8).state)
+
+
+def test_ctrl_c_without_a_folder_says_that_nothing_is_saved(capsys):
+    with pytest.raises(SystemExit):
+        run(steps=8, fails=((5, 0),), raises=KeyboardInterrupt)
+    assert "Interrupted after 5 of 8 steps. Nothing is saved" in capsys.readouterr().err
+
+
+def test_schedules_are_drawn_and_rates_by_pattern_have_names(tmp_path):
+    optimizer = Scheduled(Momentum(), 3)
+    run(tmp_path, steps=2, optimizer=optimizer, hyper=optimizer.hyper(lr={"w": [0.01, 0.02, 0.03]}))
+    (path,) = tmp_path.glob("events*")
+    assert read(path).Tags()["images"] == ["curve/hyper.lr.w"]
+    assert scalar(read(path), "hyper.lr.w.mean")[0] == (0, pytest.approx(0.02))
+
+
+def test_without_tensorboard_a_run_is_kept_and_says_that_it_writes_no_events(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.delitem(sys.modules, "metafop.tensorboard")
+    with caplog.at_level("INFO", logger="metafop"):
+        run(tmp_path, steps=2)
+    assert_same_bits(run(tmp_path, steps=4).state, run(steps=4).state)
+    assert list(tmp_path.glob("events*")) == []
+    (said,) = caplog.messages
+    assert "no events are written" in said
+    assert 'pip install "metafop[tensorboard]"' in said
 
 
 OTHERS = {
@@ -139,17 +169,10 @@ def test_another_meta_learning_rate_is_refused(tmp_path):
     learner, _, meta, task = made()
     outer_meta = learner.init_meta(meta, lr=0.2)
     with pytest.raises(ValueError, match="differs in outer_meta"):
-        meta_train(learner, outer_meta, meta, task, 4, folder=tmp_path, progress=False)
+        meta_train(learner, outer_meta, meta, task, 4, folder=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["steps", "windows", "save_every"])
 def test_numbers_below_one_are_refused(name):
     with pytest.raises(ValueError, match=rf"meta_train takes {name} of one or more, got 0. Pass"):
         run(**{name: 0})
-
-
-def test_without_rich_the_import_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.progress", None)
-    monkeypatch.delitem(sys.modules, "metafop.meta_training")
-    with pytest.raises(ImportError, match=r'needs rich.* pip install "metafop\[experiments\]"'):
-        importlib.import_module("metafop.meta_training")

@@ -1,11 +1,9 @@
 """The folder of a run has one writer, and its files are whole at every moment."""
 
-import importlib
 import multiprocessing
 import os
 import signal
 import stat
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,10 +142,3 @@ def test_a_killed_process_leaves_no_lock_and_its_run_goes_on(writer, tmp_path):
     settings: Any = {"windows": 3, "estimator": ESTIMATORS["evolution"]}
     assert_same_bits(run(tmp_path, **settings).state, run(**settings).state)
     assert list(tmp_path.glob("*.part")) == []
-
-
-def test_without_filelock_the_import_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "filelock", None)
-    monkeypatch.delitem(sys.modules, "metafop.run_folder")
-    with pytest.raises(ImportError, match=r'needs filelock.* pip install "metafop\[experiments\]"'):
-        importlib.import_module("metafop.run_folder")

@@ -180,7 +180,7 @@ def test_hyperparameters_are_a_row_of_the_hparams_tab(tmp_path):
 def test_without_tensorboard_the_import_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.delitem(sys.modules, "metafop.tensorboard")
-    with pytest.raises(ImportError, match=r'not installed: pip install "metafop\[experiments\]"'):
+    with pytest.raises(ImportError, match=r'not installed: pip install "metafop\[tensorboard\]"'):
         importlib.import_module("metafop.tensorboard")
 
 

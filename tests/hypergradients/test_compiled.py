@@ -48,3 +48,13 @@ def test_shapes_without_end_are_refused(monkeypatch):
 def test_an_error_of_the_function_is_its_own():
     with pytest.raises(KeyError, match="missing"):
         Compiled(lambda xs: ({}["missing"],))([torch.ones(1)])
+
+
+def test_a_line_says_that_a_build_begins_and_one_how_long_it_took(caplog):
+    double = Compiled(lambda xs: ([2 * xs[0]],))
+    with caplog.at_level("INFO", logger="metafop"):
+        double([torch.ones(1)])
+        double([torch.zeros(1)])
+    first, second = caplog.messages
+    assert first.startswith("compiling a step")
+    assert second.startswith("compiled it in ")

@@ -1,5 +1,7 @@
 """One signature: what holds for every estimator over many steps, on every model."""
 
+from functools import partial
+
 import pytest
 import torch
 from problems import ALL_MODELS, FAMILIES, OPTIMIZERS, assert_near, assert_same_bits, every, lstm, mlp, moved
@@ -7,8 +9,10 @@ from problems import ALL_MODELS, FAMILIES, OPTIMIZERS, assert_near, assert_same_
 from metafop import Meta, ReversibleMomentum, Training, functional, tree
 from metafop.hypergradients import (
     Adjoint,
+    Autograd,
     Evolution,
     Forward,
+    ReversibleAdjoint,
     Truncated,
     adjoint,
     autograd,
@@ -142,3 +146,30 @@ def test_no_gradient_mode_is_no_hindrance(estimator, generator):
     with torch.no_grad():
         silent = estimator(*problem)
     assert_same_bits(silent.grads, estimator(*problem).grads)
+
+
+STEPS = [("forward", t, 3) for t in (1, 2, 3)]
+BACK = [("backward", t, 3) for t in (1, 2, 3)]
+
+
+@every(
+    "make, expected",
+    {
+        "all": (Adjoint, STEPS + BACK),
+        "sqrt": (partial(Adjoint, keep="sqrt"), STEPS + BACK),
+        "least memory": (partial(Adjoint, memory=200), STEPS + BACK),
+        "autograd": (Autograd, STEPS),
+        "forward": (Forward, STEPS),
+        "reversible": (ReversibleAdjoint, STEPS + BACK),
+    },
+)
+def test_progress_is_told_of_every_step_once_and_changes_nothing(make, expected):
+    said, training = (
+        [],
+        Training(functional.plain(lambda params, batch: params["w"].square().sum()), ReversibleMomentum()),
+    )
+    given = training, lambda carry: carry.params["w"].sum(), training.init_meta({"w": torch.ones(2)}, lr=0.1)
+    carry, batches = training.init({"w": torch.ones(2)}), 3 * [None]
+    estimate = make(progress=lambda *now: said.append(now))(*given, carry, batches)
+    assert said == expected
+    assert_same_bits(estimate.grads, make()(*given, carry, batches).grads)

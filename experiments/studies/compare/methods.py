@@ -12,6 +12,7 @@ from torch.func import vmap
 from experiments.studies.compare.digits import Digits
 from metafop import Adam, Carry, Meta, Momentum, Online, Scheduled, Training, Unrolled, assign, tree
 from metafop.meta_training import meta_train
+from metafop.progress import Line
 from metafop.types import Loss, Trains
 
 
@@ -115,4 +116,6 @@ def learn_schedule(task: Networks, lr: float, meta_lr: float, steps: int, folder
     learner = Unrolled(task.training, Adam())
     meta = task.training.init_meta(task.start(0).params, lr=lr)
     outer_meta = learner.init_meta(meta, lr=meta_lr)
-    return meta_train(learner, outer_meta, meta, task, steps, folder=folder).state.meta.hyper.lr
+    return meta_train(
+        learner, outer_meta, meta, task, steps, folder=folder, progress=Line()
+    ).state.meta.hyper.lr
