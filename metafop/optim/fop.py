@@ -10,12 +10,13 @@ from torch.optim import Optimizer
 from metafop import diagnostics
 from metafop.optim import config, group_step, state
 from metafop.optim.between_updates import BetweenUpdates, between_updates
-from metafop.optim.meta_update import HasLr, MetaOptimizer
+from metafop.optim.meta_update import MetaOptimizer
 from metafop.optim.step import begin
 from metafop.optimizers import SGD, Adam
 from metafop.preconditioners import by_layer, check_rules
 from metafop.training import Training
 from metafop.types import Meta, Params, Preconditioner
+from metafop.types import Optimizer as PureOptimizer
 
 
 class FOP(Optimizer):
@@ -55,7 +56,7 @@ class FOP(Optimizer):
         preconditioner: str | Preconditioner | Mapping[str, Preconditioner] = "fop",
         preset: str = "default",
         meta_lr: float | None = None,
-        meta_optimizer: HasLr | None = None,
+        meta_optimizer: PureOptimizer | None = None,
         order: str | None = None,
         credit: str | None = None,
         scale_free: bool | None = None,

@@ -1,20 +1,14 @@
 """The meta-optimizer's step: a pure optimizer moves M, and the offsets of a learned lr and momentum."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metafop import tree
 from metafop.optim import fused_adam
-from metafop.optimizers import Adam
+from metafop.optimizers import Adam, completed
 from metafop.types import Optimizer
-
-
-class HasLr(Optimizer, Protocol):
-    """A pure optimizer that needs no hyperparameter but its lr."""
-
-    def hyper(self, lr: float) -> Any: ...
 
 
 class Leaf(NamedTuple):
@@ -27,20 +21,22 @@ class Leaf(NamedTuple):
 class MetaOptimizer:
     """A pure optimizer for tensors that are learned side by side, each with a state of its own.
 
+    It must need no hyperparameter but its lr.
+
     >>> from metafop.optim.meta_update import Leaf, MetaOptimizer
     >>> meta, m = MetaOptimizer(SGD()), torch.ones(2)
     >>> meta.update(0.5, [Leaf(m, meta.init(m))], [torch.ones(2)])
     [Leaf(value=tensor([0.5000, 0.5000]), state=[])]
     """
 
-    def __init__(self, optimizer: HasLr) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = completed("FOP", optimizer)
         states, self._structure = tree.flatten(optimizer.init({"m": torch.zeros(2)}))
         # States that are one number for a whole tensor count steps, such as Adam's time.
         self._is_count = [state.dim() == 0 for state in states]
         self._last_hyper: tuple[Any, Any] = (None, None)
 
-    def __reduce__(self) -> tuple[type, tuple[HasLr]]:
+    def __reduce__(self) -> tuple[type, tuple[Optimizer]]:
         return MetaOptimizer, (self.optimizer,)  # torch's descriptions of trees cannot be copied
 
     @property

@@ -3,7 +3,7 @@
 from metafop.optimizers.adam import Adam, AdamHyper, AdamState
 from metafop.optimizers.completion import ByAutograd, completed
 from metafop.optimizers.domains import Free, Positive, Unit
-from metafop.optimizers.hyper import fitted, named_tuple
+from metafop.optimizers.hyper import at, fitted, named_tuple
 from metafop.optimizers.momentum import Momentum, MomentumHyper
 from metafop.optimizers.reversible import ReversibleMomentum, ReversibleState
 from metafop.optimizers.scheduled import Scheduled, ScheduledState
@@ -25,6 +25,7 @@ __all__ = [
     "Scheduled",
     "ScheduledState",
     "Unit",
+    "at",
     "completed",
     "fitted",
     "named_tuple",
