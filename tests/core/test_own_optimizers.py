@@ -85,7 +85,7 @@ def prepared(optimizer, hyper, generator, family=None) -> Any:
 
 
 def test_three_methods_train_as_torchs_optimizer(generator):
-    problem, (training, _, meta, carry, _) = prepared(*OWN["rmsprop"], generator)
+    problem, (training, _, meta, carry, _) = prepared(*OWN["rmsprop"], generator=generator)
     leaves = {k: p.clone().requires_grad_() for k, p in problem.params.items()}
     theirs = torch.optim.RMSprop(list(leaves.values()), lr=0.01, alpha=0.9, eps=1e-3)
     for batch in problem.batches:
@@ -131,7 +131,7 @@ def test_it_can_have_a_schedule_and_defaults_of_its_own(generator):
 
 
 def test_a_state_of_it_is_read_as_data_and_copied(generator):
-    _, (training, _, meta, carry, batches) = prepared(*OWN["lion"], generator)
+    _, (training, _, meta, carry, batches) = prepared(*OWN["lion"], generator=generator)
     online = Online(training, Adam(), ("lr",))
     state, _ = online.step(online.init_meta(meta, lr=0.1), online.init(meta, carry), batches[0])
     file = io.BytesIO()
