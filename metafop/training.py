@@ -92,6 +92,7 @@ class Training:
             validation.depends(result[0])
             return result
 
+        validation.carry(carry)
         versions = validation.versions(carry.params)
         try:
             with stopped_gradients.inner_alone():
@@ -100,6 +101,7 @@ class Training:
             validation.explain(error)
             raise
         validation.unwritten(carry.params, versions)
+        validation.dense(grads)
         seen = Seen(value, grads, {k: buffers[k].detach() for k in carry.buffers})
         return _unrecorded(seen, (carry.params, batch))
 

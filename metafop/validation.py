@@ -74,7 +74,7 @@ def start(preconditioners: Mapping[str, Any], params: Params, generator: Generat
     if generator is not None and not isinstance(generator, Generator):
         raise TypeError(
             f"Training.init_meta takes a torch.Generator as generator, got {generator!r}. "
-            "Pass torch.Generator().manual_seed(seed)."
+            "Pass torch.Generator().manual_seed(seed), and hyperparameters by name: lr=0.1."
         )
 
 
@@ -140,6 +140,25 @@ def tensors(name: str, x: Any) -> None:
         )
     for key, each in inside:
         tensors(f"{name}.{key}", each)
+
+
+def carry(carry: Any) -> None:
+    """Refuse what is no carry, such as a meta in its place."""
+    if not isinstance(getattr(carry, "params", None), dict):
+        raise TypeError(
+            f"The carry is a {type(carry).__name__}, which holds no params. Pass what training.init(params) "
+            "returns, or the carry of an earlier step or estimate."
+        )
+
+
+def dense(grads: Params) -> None:
+    """Refuse sparse gradients."""
+    for name, grad in grads.items():
+        if grad.layout != torch.strided:
+            raise ValueError(
+                f"The loss has a sparse gradient for {name!r}, which no optimizer here adds up. "
+                "Pass sparse=False to the embedding that makes it."
+            )
 
 
 def depends(value: Tensor) -> None:

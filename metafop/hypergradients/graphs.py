@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from metafop import tree
 from metafop.types import Carry, Seen, Tree
@@ -16,7 +17,9 @@ def detached(x: Tree) -> Tree:
     """
     if tree.is_differentiating():
         return x
-    return tree.map(lambda leaf: leaf.detach() if tree.is_recorded(leaf) else leaf, x)
+    return tree.map(
+        lambda leaf: leaf.detach() if isinstance(leaf, Tensor) and tree.is_recorded(leaf) else leaf, x
+    )
 
 
 def with_constant_buffers(carry: Any) -> Any:

@@ -44,11 +44,7 @@ def horizon(training: Trains, meta: Meta, carry: Any, batches: Batches) -> int:
         )
     if len(batches) == 0:
         raise ValueError("There are no batches, so no step to differentiate. Pass at least one.")
-    if not isinstance(getattr(carry, "params", None), dict):
-        raise TypeError(
-            f"The carry is a {type(carry).__name__}, which holds no params. Pass what training.init(params) "
-            "returns, or the carry of an earlier estimate of the same kind."
-        )
+    validation.carry(carry)
     training.check(meta, carry)
     return len(batches)
 

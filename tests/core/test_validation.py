@@ -7,6 +7,7 @@ import pytest
 import torch
 from problems import mlp
 from torch import nn
+from torch.nn import functional as F
 
 from metafop import (
     SGD,
@@ -29,7 +30,7 @@ from metafop import (
     safeguards,
     verify,
 )
-from metafop.hypergradients import by_autograd
+from metafop.hypergradients import adjoint, by_autograd
 
 loss = functional.plain(lambda params, batch: torch.stack([p.sum() for p in params.values()]).square().sum())
 weights = {"w": torch.ones(3, 4)}
@@ -116,6 +117,26 @@ CASES = {
     "a hyper for an outer meta": (
         lambda: Online(training, SGD()).step(cast(Any, SGD().hyper(lr=0.1)), online(), None),
         ["Online", "SGDHyper", "online.init_meta"],
+    ),
+    "a carry for a meta": (
+        lambda: training.step(
+            cast(Any, training.init(weights)), cast(Any, training.init_meta(weights, lr=0.1)), None
+        ),
+        ["carry", "Meta", "training.init"],
+    ),
+    "a rate without its name": (
+        lambda: training.init_meta(weights, cast(Any, 0.1)),
+        ["torch.Generator", "0.1", "by name: lr=0.1"],
+    ),
+    "a float in a meta that is differentiated": (
+        lambda: adjoint(
+            training, lambda carry: carry.params["w"].sum(), _with_float(), training.init(weights), [None]
+        ),
+        ["hyper.lr is 0.1", "torch.tensor(0.1)"],
+    ),
+    "a sparse embedding": (
+        lambda: adjoint(*_sparse(), [torch.tensor([0, 1])]),
+        ["sparse gradient", "'w'", "sparse=False"],
     ),
     "torch's optimizer": (
         lambda: Training(loss, cast(Any, torch.optim.SGD)),
@@ -291,6 +312,24 @@ CASES = {
     ),
     "a rule without its hyper": (lambda: verify.check(optimizer=Adam()), ["Adam()", "lr", "Pass lr=..."]),
 }
+
+
+def _with_float():
+    meta = training.init_meta(weights, lr=0.1)
+    return meta._replace(hyper=meta.hyper._replace(lr=cast(Any, 0.1)))
+
+
+def _sparse():
+    embedded = Training(
+        functional.plain(lambda params, batch: F.embedding(batch, params["w"], sparse=True).square().sum()),
+        SGD(),
+    )
+    return (
+        embedded,
+        lambda carry: carry.params["w"].sum(),
+        embedded.init_meta(weights, lr=0.1),
+        embedded.init(weights),
+    )
 
 
 def _momentum_state():

@@ -51,6 +51,17 @@ def test_python_fences_are_run_or_marked_no_run(path):
     assert len(fences) == len(blocks(path, "python") + blocks(path, "python no-run"))
 
 
+def test_links_of_the_readme_lead_somewhere_and_on_a_package_index_to_the_repository():
+    text, project = (ROOT / "README.md").read_text(encoding="utf-8"), ROOT / "pyproject.toml"
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\((?!https?://)([^)]+)\)", text)]
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+    hook = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["hatch"]["metadata"]["hooks"]
+    for rule in hook["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(rule["pattern"], rule["replacement"], text)
+    assert re.findall(r"\]\((?!https?://)[^)]*\)", text) == []
+    assert "](https://raw.githubusercontent.com/" in text
+
+
 def test_readme_installs_only_extras_that_are_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     commands = "\n".join(blocks(ROOT / "README.md", "sh"))
