@@ -178,8 +178,9 @@ class FOP(Optimizer):
 
     def _step(self) -> None:
         # A closure, or the user, may have left autocast on: it would round the products with P.
-        device = self.param_groups[0]["params"][0].device.type
-        if torch.is_autocast_enabled(device):
+        first = next(iter(self._specs), None)
+        device = "cpu" if first is None else first.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return self._step()
         grad_mode = torch.is_grad_enabled()
