@@ -12,6 +12,13 @@ from metafop.optimizers import SGD, Adam, AdamHyper, AdamState, Momentum, Moment
 Pure = SGD | Momentum | Adam
 Group = Mapping[str, Any]
 
+# What they keep for each parameter that is of its shape.
+LIKE_PARAM = {
+    torch.optim.SGD: ("momentum_buffer",),
+    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+}
+
 _SGD, _HEAVY_BALL, _NESTEROV, _ADAM = SGD(), Momentum(), Momentum(nesterov=True), Adam()
 
 

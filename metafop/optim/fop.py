@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from metafop import diagnostics
-from metafop.optim import config, group_step, state
+from metafop.optim import base_optimizers, config, group_step, state
 from metafop.optim.between_updates import BetweenUpdates, between_updates
 from metafop.optim.meta_update import HasLr, MetaOptimizer
 from metafop.optim.step import begin
@@ -78,16 +78,22 @@ class FOP(Optimizer):
         self._seed = seed
         self._base = optimizer_class(params, **settings)
         super().__init__(self._base.param_groups, self._base.defaults | asked)
+        self.state.update(self._base.state)  # what the base has made already
         if isinstance(preconditioner, Mapping):
             check_rules(preconditioner, [spec.name for spec in self._specs.values()])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own; where they have none, those given at first hold."""
+        is_later = all(group is not param_group for group in self._base.param_groups)
         super().add_param_group(dict(param_group))
         group = self.param_groups[-1]
         try:
             config.check_group(type(self._base), group)
             new = self._new_specs(group)
+            if is_later:  # those of the constructor the base has had, and made state for what needs some
+                base = self._synchronized()
+                base.param_groups = self.param_groups[:-1]
+                base.add_param_group(group)
         except Exception:
             self.param_groups.pop()
             raise
@@ -139,30 +145,41 @@ class FOP(Optimizer):
         grads = {name: p.grad.detach() for name, (p, _) in stepped.items() if p.grad is not None}
         return training, Meta(hyper, precond), grads if len(grads) == len(stepped) else {}
 
+    @property
+    def train(self) -> Callable[..., Any]:
+        """The base's `train`, as that of schedule-free optimizers; absent where the base has none."""
+        return self._synchronized().train  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def eval(self) -> Callable[..., Any]:
+        """The base's `eval`; absent where the base has none."""
+        return self._synchronized().eval  # pyright: ignore[reportAttributeAccessIssue]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in torch's form, with whatever else the base's own `state_dict` returns."""
+        return self._synchronized().state_dict() | super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, of this optimizer or of its base alone.
 
         Raises ValueError for the state of another model or optimizer, and then nothing has changed.
         """
-        own: dict[Tensor, dict[str, Any]] = {}
-
-        def split(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            """Check all before anything changes, and take FOP's entries out: torch would round them."""
-            state.check_groups(loaded["param_groups"], self.param_groups, self._base.defaults)
-            loaded, mine = state.split(loaded, self.param_groups, self._specs, self._meta_optimizer.init)
-            own.update(mine)
-            return loaded
-
-        handle = self.register_load_state_dict_pre_hook(split)
-        self._loading, before = own, (self.state, self.param_groups)
-        try:
-            super().load_state_dict(state_dict)
-        except Exception:
-            self.state, self.param_groups = before
-            raise
-        finally:
-            del self._loading
-            handle.remove()
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        base = self._synchronized()
+        state.check_groups(state_dict["param_groups"], self.param_groups, base.defaults)
+        like_param = base_optimizers.LIKE_PARAM.get(type(base), ())
+        rest, own = state.split(
+            state_dict, self.param_groups, self._specs, like_param, self._meta_optimizer.init
+        )
+        base.load_state_dict(rest)  # as its class does it; FOP's entries would be rounded
+        self.state, self.param_groups, self._between = base.state, base.param_groups, {}
+        for p, entries in own.items():
+            self.state[p].update(entries)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_base", "_layers", "_specs", "_seed", "_meta_optimizer")
@@ -171,8 +188,6 @@ class FOP(Optimizer):
     def __setstate__(self, given: dict[str, Any]) -> None:
         super().__setstate__(given)
         self._between = {}
-        for p, entries in self.__dict__.get("_loading", {}).items():
-            self.state[p].update(entries)
         # The base fills in settings that an older state does not have.
         self._base.__setstate__({"state": self.state, "param_groups": self.param_groups})
 
@@ -192,8 +207,7 @@ class FOP(Optimizer):
 
     def _learn_and_step(self) -> None:
         """Learn from the last step, precondition the gradients, step the base, record the step."""
-        base, between, steps = self._base, {}, {}
-        base.state, base.param_groups = self.state, self.param_groups  # users replace these
+        base, between, steps = self._synchronized(), {}, {}
         for i, group in enumerate(self.param_groups):
             directions = self._between[i].directions(group, self.state) if i in self._between else None
             if directions is not None:
@@ -210,6 +224,11 @@ class FOP(Optimizer):
             self._between.pop(i, None)
             if (found := between_updates(step, self.state)) is not None:
                 self._between[i] = found
+
+    def _synchronized(self) -> Optimizer:
+        """Return the base, with the state and groups that are here: users replace them."""
+        self._base.state, self._base.param_groups = self.state, self.param_groups
+        return self._base
 
     def _new_specs(self, group: dict[str, Any]) -> dict[Tensor, state.ParamSpec]:
         params, names = group["params"], group.get("param_names")

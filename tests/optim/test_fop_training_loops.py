@@ -11,7 +11,9 @@ from optim_problems import (
     BASES,
     IN_BOTH_PRECISIONS,
     LEARNING,
+    Averaging,
     Descent,
+    Prepared,
     Task,
     assert_same,
     by_precision,
@@ -156,6 +158,50 @@ def test_a_base_that_makes_its_state_when_it_is_empty_finds_it_empty(generator):
     problem.train(FOP(problem.params, Descent, preconditioner=Identity()), steps=5)
     plain.train(Descent(plain.params), steps=5)
     assert_same(problem.params, plain.params)
+
+
+@IN_BOTH_PRECISIONS
+def test_a_base_that_makes_its_state_before_any_step_keeps_it(generator):
+    problem = task(generator)
+    plain = deepcopy(problem)
+    problem.train(FOP(problem.params, Prepared, preconditioner=Identity()), steps=5)
+    plain.train(Prepared(plain.params), steps=5)
+    assert_same(problem.params, plain.params)
+
+
+@IN_BOTH_PRECISIONS
+def test_a_base_makes_its_state_for_a_group_that_is_added_later(generator):
+    problem = task(generator)
+    plain = deepcopy(problem)
+    optimizer = FOP(problem.params[:2], Prepared, preconditioner=Identity())
+    other = Prepared(plain.params[:2])
+    for one, trained in ((optimizer, problem), (other, plain)):
+        trained.train(one, steps=3)
+        one.add_param_group({"params": trained.params[2:], "lr": 0.01})
+        trained.train(one, steps=3)
+    assert_same(problem.params, plain.params)
+
+
+def test_a_base_is_asked_to_train_and_to_be_evaluated(generator):
+    problem = task(generator)
+    optimizer: Any = FOP(problem.params, Averaging)
+    problem.train(optimizer, steps=3)
+    before = deepcopy(problem.params)
+    optimizer.eval()
+    moved = [p - q for p, q in zip(problem.params, before, strict=True)]
+    assert_close_to(moved, [optimizer.state[p]["velocity"] for p in problem.params])
+    optimizer.train()
+    assert_close_to(problem.params, before)
+
+
+def test_only_around_a_base_with_modes_there_are_modes(generator):
+    params = task(generator).params
+    for base, has_modes in ((Averaging, True), (Descent, False), (torch.optim.SGD, False)):
+        assert [hasattr(FOP(params, base), name) for name in ("train", "eval")] == [has_modes] * 2
+
+
+def assert_close_to(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
 def train_random(make: Any, device: str, generator: torch.Generator | None = None) -> Any:
