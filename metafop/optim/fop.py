@@ -88,6 +88,7 @@ class FOP(Optimizer):
         super().add_param_group(dict(param_group))
         group = self.param_groups[-1]
         try:
+            config.check_keys(group, self._base.defaults)
             config.check_group(type(self._base), group)
             new = self._new_specs(group)
             if is_later:  # those of the constructor the base has had, and made state for what needs some
