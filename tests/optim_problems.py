@@ -188,3 +188,68 @@ class Descent(Optimizer):
                     state["velocity"] = torch.zeros_like(p)
                 state["velocity"].mul_(0.5).add_(p.grad)
                 p.sub_(state["velocity"], alpha=group["lr"])
+
+
+class Prepared(Optimizer):
+    """A base from elsewhere: it makes state for its parameters, and for itself, before any step.
+
+    It trains the numbers above zero, by sums that do not start at zero, and counts steps in its state and out
+    of it. Masks come back from a file as numbers, and it makes them masks again.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.state["time"] = 0  # pyright: ignore[reportArgumentType]
+        self.age = 0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            self.state[p].update(mask=p.detach() > 0, sum=torch.ones_like(p))
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"age": self.age}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.age = state_dict["age"]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["mask"] = self.state[p]["mask"].bool()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, grad = self.state[p], torch.where(self.state[p]["mask"], p.grad, 0)
+                state["sum"] = state.get("sum", 0) + grad.square()
+                p.sub_(group["lr"] / (1 + self.age + self.state["time"]) * grad / state["sum"].sqrt())  # pyright: ignore
+        self.state["time"] += 1  # pyright: ignore
+        self.age += 1
+
+
+class Wrapping(Optimizer):
+    """What is no base: its groups are those of another optimizer."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        self.wrapped = torch.optim.SGD(params, lr)
+        self.defaults = self.wrapped.defaults
+
+    @property
+    def param_groups(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.wrapped.param_groups
+
+
+class Averaging(Descent):
+    """A base that trains at one point, and is evaluated at another."""
+
+    def train(self) -> None:
+        self._move(-1.0)
+
+    def eval(self) -> None:
+        self._move(1.0)
+
+    @torch.no_grad()
+    def _move(self, by: float) -> None:
+        for p, state in self.state.items():
+            p.add_(state["velocity"], alpha=by)

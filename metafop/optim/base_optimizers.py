@@ -1,16 +1,23 @@
 """What is known about torch's optimizers: the pure optimizer that describes one, and so the derivative."""
 
 from collections.abc import Mapping
-from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metafop.optimizers import SGD, Adam, AdamHyper, AdamState, Momentum, MomentumHyper, SGDHyper
 
 Pure = SGD | Momentum | Adam
 Group = Mapping[str, Any]
+
+# What they keep for each parameter that is of its shape.
+LIKE_PARAM = {
+    torch.optim.SGD: ("momentum_buffer",),
+    torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+}
 
 _SGD, _HEAVY_BALL, _NESTEROV, _ADAM = SGD(), Momentum(), Momentum(nesterov=True), Adam()
 
@@ -40,9 +47,7 @@ def hyper(pure: Pure | None, settings: Group, lr: float | Tensor | dict, dtype: 
     def tensor(value: float | Tensor | dict) -> Any:
         if isinstance(value, dict):
             return {key: tensor(x) for key, x in value.items()}
-        if isinstance(value, Tensor):
-            return value.detach().to(dtype).reshape(())
-        return _number(value, dtype)
+        return scalar(value.reshape(()) if isinstance(value, Tensor) else value, dtype)
 
     if pure is None:
         return SGDHyper(tensor(lr), tensor(0.0))
@@ -57,9 +62,18 @@ def hyper(pure: Pure | None, settings: Group, lr: float | Tensor | dict, dtype: 
     return AdamHyper(tensor(lr), (tensor(beta1), tensor(beta2)), tensor(settings["eps"]), tensor(decoupled))
 
 
-@lru_cache(maxsize=64)
-def _number(value: float, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(value, dtype=dtype)
+def hyper_of_credit(pure: Pure | None, settings: Group, dtype: torch.dtype) -> Any:
+    """Return what `pure.credit` reads of the hyperparameters, and no others: it is called at every step."""
+    if isinstance(pure, Adam):
+        return SimpleNamespace(betas=(scalar(settings["betas"][0], dtype),))
+    return SimpleNamespace(momentum=scalar(settings["momentum"], dtype))
+
+
+def scalar(value: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a setting as a tensor; of a number on the CPU, whatever `torch.device` is the default."""
+    if isinstance(value, Tensor):
+        return value.detach().to(dtype)
+    return torch.scalar_tensor(value, dtype=dtype, device="cpu")
 
 
 def moments(pure: Pure | None, param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -72,7 +86,7 @@ def moments(pure: Pure | None, param: Tensor, state: Mapping[str, Any]) -> dict[
     if isinstance(pure, Momentum):
         return {"velocity": tensor("momentum_buffer")}
     if isinstance(pure, Adam):
-        time = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32)  # a number in old states
+        time = scalar(state.get("step", 0.0), torch.float32)  # a number in old states
         return {"time": time, "mean": tensor("exp_avg"), "square": tensor("exp_avg_sq")}
     return {}
 
@@ -108,10 +122,15 @@ def to_minimize(group: Group, grad: Tensor) -> Tensor:
 
 
 def is_zero(setting: float | Tensor) -> bool:
-    """Return whether a setting is zero; of a tensor on another device, which takes long to read, False."""
+    """Return whether a setting is zero; of a tensor that is not to be read, False."""
     if isinstance(setting, Tensor):
-        return setting.device.type == "cpu" and not bool(setting.any())
+        return is_readable(setting) and not bool(setting.any())
     return setting == 0
+
+
+def is_readable(x: Tensor) -> bool:
+    """Return whether its value is there to be read: on another device that takes long, others have none."""
+    return x.is_cpu and type(x) in (Tensor, nn.Parameter)  # a FakeTensor says that it is on the CPU, too
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -71,7 +71,9 @@ class BetweenUpdates:
             and all(map(is_, map(states.get, self.params), self.states))
             and all(map(is_, [saved.get("momentum_buffer") for saved in self.states], self.velocities))
             and all(
-                self.states[place].get(spec.m_keys[0]) is m and self.states[place].get(state.MEMORY) is memory
+                self.states[place].get(spec.m_keys[0]) is m
+                and self.states[place].get(state.MEMORY) is memory
+                and self.params[place].shape == memory.shape
                 for place, spec, _, m, memory in self.preconditioned
             )
         )

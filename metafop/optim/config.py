@@ -16,6 +16,7 @@ from metafop.types import Optimizer as Pure
 
 VARIANTS = ("fop", "fop-norm", "s-hd", "pp-hd")  # the rows of the paper's table
 LEARNED = ("precond", "lr", "momentum")
+_FOR_ALL = ("optimizer_class", "preset", "meta_optimizer", "seed", "generator")  # no group's own
 _OPTIONS = {"order": get_args(Order), "credit": get_args(Credit)}
 
 
@@ -85,6 +86,13 @@ def check_class(optimizer_class: Any) -> None:
             "FOP preconditions one gradient a step, got torch.optim.LBFGS, which takes several. "
             "Pass another optimizer."
         )
+    for name in ("param_groups", "state"):
+        attribute = getattr(optimizer_class, name, None)
+        if isinstance(attribute, property) and attribute.fset is None:
+            raise TypeError(
+                f"FOP sets the {name} of its base, got {optimizer_class.__name__}, in which it is a property "
+                "without a setter. Pass the class of the optimizer that it wraps."
+            )
 
 
 def check_meta_optimizer(optimizer: Any) -> None:
@@ -94,6 +102,17 @@ def check_meta_optimizer(optimizer: Any) -> None:
             f"FOP takes as meta_optimizer a pure one, such as metafop.Adam(), got {optimizer!r}. "
             "Pass one of metafop's."
         )
+
+
+def check_keys(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise ValueError for what a group cannot have of its own; `defaults` are the base's settings."""
+    for name in _FOR_ALL:
+        if name in group and name not in defaults:
+            asked = "seed" if name == "generator" else name
+            raise ValueError(
+                f"FOP takes one {asked} for all groups, got {name}={group[name]!r} in one of them. "
+                f"Pass {asked} to FOP itself."
+            )
 
 
 def check_group(optimizer_class: type, group: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from metafop import diagnostics
-from metafop.optim import config, group_step, state
+from metafop.optim import base_optimizers, config, group_step, state
 from metafop.optim.between_updates import BetweenUpdates, between_updates
 from metafop.optim.meta_update import MetaOptimizer
 from metafop.optim.step import begin
@@ -24,19 +24,32 @@ class FOP(Optimizer):
 
     M' = meta_optimizer(M, ∂⟨∇J(θ), θ⟩/∂M),    θ' = optimizer(θ, P(M') ∇J(θ))
 
-    `params` are parameters, with or without names, groups of them, or an `nn.Module`, whose layers then tell
-    which weights are kernels. The base is an `optimizer_class` of torch's form, and takes all `settings` that
-    are not named here: lr, momentum and so on. Around SGD, with or without momentum, Adam and AdamW the
-    derivative is that of the step that they take; around any other, and with dampening or amsgrad, it is the
-    paper's rule: that of gradient descent with the base's lr.
+    Around SGD, with or without momentum, Adam and AdamW the derivative is that of the step that they take;
+    around any other, and with dampening or amsgrad, it is the paper's rule: that of gradient descent with the
+    base's lr. (docs/math.md, 26)
 
-    `preconditioner` is "fop" (kernels `Spatial`, matrices `LowRank(4)`, vectors none), "fop-norm", "s-hd" (a
-    rate for each tensor), "pp-hd" (one for each number), a family for all parameters, or a dict of families
-    by pattern of names. `preset="paper"` is Algorithm 1 to the letter, with Adam for M. `meta_lr`, `order`,
-    `credit` and `scale_free` overrule the preset, and mean what they mean to `Online`. `interval` is how many
-    steps are taken for each learned from. `learn` may also name "lr" and "momentum"; what is learned is on
-    top of what a scheduler sets (log lr, logit momentum). What starts at random starts from `seed`. All but
-    `preset`, `meta_optimizer` and `seed` can be set for each group. (docs/math.md, 26)
+    params: parameters, with or without names, groups of them, or an `nn.Module`, whose layers then tell which
+        weights are kernels.
+    optimizer_class: the base, a class of torch's form (`torch.optim.SGD`).
+    preconditioner: "fop" (kernels `Spatial`, matrices `LowRank(4)`, vectors none), "fop-norm" (the same,
+        normalized), "s-hd" (a rate for each tensor), "pp-hd" (one for each number), a family for all
+        parameters, or a dict of families by pattern of names ("fop").
+    preset: "default", or "paper", which is Algorithm 1 to the letter, with Adam for M; the defaults of five
+        arguments below are its ("default").
+    meta_lr: the meta-optimizer's learning rate, zero or more (5e-3; with "paper" 1e-4).
+    meta_optimizer: what moves M, a pure optimizer of metafop's that needs no setting but an lr (`Adam()`).
+    order: "exact" steps with the M just learned, "paper" with the one before ("exact"; with "paper" "paper").
+    credit: what P is credited with: "velocity", all gradients that the base's step is made of, or "gradient",
+        the last one ("velocity"; with "paper" "gradient").
+    scale_free: whether hypergradients are divided by ‖∇J‖ ‖Δθ‖, so that they have no units (True; with
+        "paper" False).
+    interval: how many steps are taken for each that P is learned from, one or more (10; with "paper" 1).
+    learn: which of "precond", "lr" and "momentum"; the last two are learned from every step, as log lr and
+        logit momentum, on top of what a scheduler sets (("precond",)).
+    seed: an int, from which starts what starts at random (0).
+    settings: all others are the base's: lr, momentum and so on.
+
+    All but `optimizer_class`, `preset`, `meta_optimizer` and `seed` can be set for each group.
 
     >>> model = torch.nn.Linear(3, 1)
     >>> optimizer = metafop.optim.FOP(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -79,16 +92,23 @@ class FOP(Optimizer):
         self._seed = seed
         self._base = optimizer_class(params, **settings)
         super().__init__(self._base.param_groups, self._base.defaults | asked)
+        self.state.update(self._base.state)  # what the base has made already
         if isinstance(preconditioner, Mapping):
             check_rules(preconditioner, [spec.name for spec in self._specs.values()])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with settings of their own; where they have none, those given at first hold."""
+        is_later = all(group is not param_group for group in self._base.param_groups)
         super().add_param_group(dict(param_group))
         group = self.param_groups[-1]
         try:
+            config.check_keys(group, self._base.defaults)
             config.check_group(type(self._base), group)
             new = self._new_specs(group)
+            if is_later:  # those of the constructor the base has had, and made state for what needs some
+                base = self._synchronized()
+                base.param_groups = self.param_groups[:-1]
+                base.add_param_group(group)
         except Exception:
             self.param_groups.pop()
             raise
@@ -109,7 +129,10 @@ class FOP(Optimizer):
         return loss
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """Return scalars to log: spectra of every P, and where there are gradients their norms and angles.
+        """Return scalars to log: lr and momentum, spectra of every P, norms and angles of gradients, if any.
+
+        "hyper/lr/0" is the lr of group 0; a learned one as learned, with which the group took its last step.
+        `param_groups[0]["lr"]` is what a user or scheduler has set. The same holds for "hyper/momentum/0".
 
         >>> weight = torch.nn.Parameter(torch.ones(2, 3))
         >>> optimizer = metafop.optim.FOP([("w", weight)], lr=0.1, preconditioner=Dense())
@@ -140,30 +163,41 @@ class FOP(Optimizer):
         grads = {name: p.grad.detach() for name, (p, _) in stepped.items() if p.grad is not None}
         return training, Meta(hyper, precond), grads if len(grads) == len(stepped) else {}
 
+    @property
+    def train(self) -> Callable[..., Any]:
+        """The base's `train`, as that of schedule-free optimizers; absent where the base has none."""
+        return self._synchronized().train  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def eval(self) -> Callable[..., Any]:
+        """The base's `eval`; absent where the base has none."""
+        return self._synchronized().eval  # pyright: ignore[reportAttributeAccessIssue]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in torch's form, with whatever else the base's own `state_dict` returns."""
+        return self._synchronized().state_dict() | super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, of this optimizer or of its base alone.
 
         Raises ValueError for the state of another model or optimizer, and then nothing has changed.
         """
-        own: dict[Tensor, dict[str, Any]] = {}
-
-        def split(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            """Check all before anything changes, and take FOP's entries out: torch would round them."""
-            state.check_groups(loaded["param_groups"], self.param_groups, self._base.defaults)
-            loaded, mine = state.split(loaded, self.param_groups, self._specs, self._meta_optimizer.init)
-            own.update(mine)
-            return loaded
-
-        handle = self.register_load_state_dict_pre_hook(split)
-        self._loading, before = own, (self.state, self.param_groups)
-        try:
-            super().load_state_dict(state_dict)
-        except Exception:
-            self.state, self.param_groups = before
-            raise
-        finally:
-            del self._loading
-            handle.remove()
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        base = self._synchronized()
+        state.check_groups(state_dict["param_groups"], self.param_groups, base.defaults)
+        like_param = base_optimizers.LIKE_PARAM.get(type(base), ())
+        rest, own = state.split(
+            state_dict, self.param_groups, self._specs, like_param, self._meta_optimizer.init
+        )
+        base.load_state_dict(rest)  # as its class does it; FOP's entries would be rounded
+        self.state, self.param_groups, self._between = base.state, base.param_groups, {}
+        for p, entries in own.items():
+            self.state[p].update(entries)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_base", "_layers", "_specs", "_seed", "_meta_optimizer")
@@ -172,15 +206,14 @@ class FOP(Optimizer):
     def __setstate__(self, given: dict[str, Any]) -> None:
         super().__setstate__(given)
         self._between = {}
-        for p, entries in self.__dict__.get("_loading", {}).items():
-            self.state[p].update(entries)
         # The base fills in settings that an older state does not have.
         self._base.__setstate__({"state": self.state, "param_groups": self.param_groups})
 
     def _step(self) -> None:
         # A closure, or the user, may have left autocast on: it would round the products with P.
-        device = self.param_groups[0]["params"][0].device.type
-        if torch.is_autocast_enabled(device):
+        first = next(iter(self._specs), None)
+        device = "cpu" if first is None else first.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return self._step()
         grad_mode = torch.is_grad_enabled()
@@ -192,8 +225,7 @@ class FOP(Optimizer):
 
     def _learn_and_step(self) -> None:
         """Learn from the last step, precondition the gradients, step the base, record the step."""
-        base, between, steps = self._base, {}, {}
-        base.state, base.param_groups = self.state, self.param_groups  # users replace these
+        base, between, steps = self._synchronized(), {}, {}
         for i, group in enumerate(self.param_groups):
             directions = self._between[i].directions(group, self.state) if i in self._between else None
             if directions is not None:
@@ -211,6 +243,11 @@ class FOP(Optimizer):
             if (found := between_updates(step, self.state)) is not None:
                 self._between[i] = found
 
+    def _synchronized(self) -> Optimizer:
+        """Return the base, with the state and groups that are here: users replace them."""
+        self._base.state, self._base.param_groups = self.state, self.param_groups
+        return self._base
+
     def _new_specs(self, group: dict[str, Any]) -> dict[Tensor, state.ParamSpec]:
         params, names = group["params"], group.get("param_names")
         chosen = config.families(group["preconditioner"], params, names, self._layers)
@@ -223,10 +260,12 @@ class FOP(Optimizer):
         return new
 
     def _used(self, name: str) -> dict[str, Tensor]:
-        """Return a setting of each group, as learned, by the group's number."""
-        key = state.setting_keys(name).used
-        used = {str(i): group.get(key, group[name]) for i, group in enumerate(self.param_groups)}
-        return {i: torch.as_tensor(value).reshape(()) for i, value in used.items()}
+        """Return a setting of each group by the group's number; where it is learned, as in the last step."""
+        key, used = state.setting_keys(name).used, {}
+        for i, group in enumerate(self.param_groups):
+            value = group.get(key, group[name]) if name in group["learn"] else group[name]
+            used[str(i)] = torch.as_tensor(value).reshape(())
+        return used
 
 
 # Numbers in its state change with each step: torch.compile would compile each step anew.

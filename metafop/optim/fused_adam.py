@@ -16,7 +16,8 @@ from metafop.optimizers import AdamHyper
 def suits(values: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     """Return whether the kernel can be given these; not in float64, where bits are those of `Online`."""
     return all(
-        value.dtype is grad.dtype is torch.float32
+        type(value) is type(grad) is Tensor
+        and value.dtype is grad.dtype is torch.float32
         and value.shape == grad.shape
         and value.device.type == "cpu"
         and value.is_contiguous()

@@ -199,7 +199,7 @@ def _accumulate_credit(step: GroupStep) -> None:
         grads = step.cotangents(step.preconditioned)
         memory = {one.spec.key: one.entries[state.MEMORY] for one in step.preconditioned}
         dtype = grads[step.preconditioned[0].spec.key].dtype
-        hyper = base_optimizers.hyper(rule.pure, settings, settings["lr"], dtype)
+        hyper = base_optimizers.hyper_of_credit(rule.pure, settings, dtype)
         made: Any = rule.pure.credit(hyper, memory, grads)  # pyright: ignore
         credit, memory = made
         for one in step.preconditioned:

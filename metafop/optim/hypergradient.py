@@ -52,7 +52,7 @@ def _toward(step: GroupStep, params: list[ParamStep], cotangents: Params) -> tup
     if first.dtype is torch.float64 or isinstance(step.rule.pure, Adam):
         return cotangents_of_credit(step, params, cotangents), dict.fromkeys(cotangents, 1.0)
     dtype = torch.float64 if first.is_cpu else first.dtype  # some devices do not have float64
-    ones = dict.fromkeys(cotangents, torch.ones((), dtype=dtype))
+    ones = dict.fromkeys(cotangents, torch.ones((), dtype=dtype, device="cpu"))
     factors = cotangents_of_credit(step, params, ones)
     return cotangents, {k: 1 / _number(factor) for k, factor in factors.items()}
 
@@ -106,5 +106,5 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _number(x: Tensor) -> Any:
-    """Return a scalar as a number; on another device, from which reading it takes long, as it is."""
-    return x.item() if x.device.type == "cpu" else x
+    """Return a scalar as a number, or as it is where it is not to be read."""
+    return x.item() if base_optimizers.is_readable(x) else x

@@ -48,18 +48,19 @@ def _make_entries(step: GroupStep, name: str, meta: MetaOptimizer) -> None:
     keys = state.setting_keys(name, meta.states)
     if keys.offset in step.group:
         return
-    offset = torch.zeros_like(base_optimizers.at_least_float32(step.params[0].param).flatten()[0])
+    offset = base_optimizers.at_least_float32(step.params[0].param.new_zeros(()))
     step.entries[keys.offset], step.entries[keys.updates] = offset, 0
     for key, x in zip(keys.states, meta.init(offset), strict=True):
         step.entries[key] = x
 
 
 def _value(step: GroupStep, name: str) -> Any:
-    """Return x(z(x₀) + z), as a number or tensor as x₀ is; zero stays zero."""
+    """Return x(z(x₀) + z), as a number or tensor as x₀ is; zero stays zero, and on meta z has no value."""
     value, offset = step.group[name], step.entries[state.setting_keys(name).offset]
-    if base_optimizers.is_zero(value):
+    if base_optimizers.is_zero(value) or offset.is_meta:
         return value
-    moved = _DOMAINS[name].moved(torch.as_tensor(value, dtype=offset.dtype), torch.zeros_like(offset), offset)
+    start = base_optimizers.scalar(value, offset.dtype)
+    moved = _DOMAINS[name].moved(start, torch.zeros_like(offset), offset)
     return moved.to(value.dtype) if isinstance(value, Tensor) else moved.item()
 
 

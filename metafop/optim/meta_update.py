@@ -78,7 +78,8 @@ class MetaOptimizer:
         """Return the hyperparameters, made anew if anything has changed: making them validates them."""
         key = (lr, like.dtype, like.device)
         if self._last_hyper[0] != key:
-            hyper = self.optimizer.hyper(lr=lr)
+            with torch.device("cpu"):  # another default, such as meta, may have no values
+                hyper = self.optimizer.hyper(lr=lr)
             numbers = fused_adam.numbers(hyper) if type(self.optimizer) is Adam else {}
             tensors = tree.map(lambda x: x.to(dtype=like.dtype, device=like.device), hyper)
             self._last_hyper = key, _Hyper(numbers, tensors)

@@ -53,7 +53,7 @@ USABLE_FOR_SETTINGS, BEFORE = "fop_steered", "fop_before"
 MOMENTS = {name: f"fop_held_{name}" for name in ("velocity", "time", "mean", "square")}
 # What the last step leaves for the next to learn from, and what has no use after settings have changed.
 TRANSIENT = (CREDIT, MEMORY, DIRECTION, USABLE_FOR_SETTINGS, BEFORE, *MOMENTS.values())
-_LIKE_PARAM = (CREDIT, MEMORY, DIRECTION, BEFORE, "momentum_buffer", "exp_avg", "exp_avg_sq")
+_LIKE_PARAM = (CREDIT, MEMORY, DIRECTION, BEFORE)
 
 STEPS = "fop_steps"
 # What can be set for each group besides the base's settings, and the count of its steps.
@@ -182,12 +182,14 @@ def split(
     loaded: Mapping[str, Any],
     groups: list[dict[str, Any]],
     specs: Mapping[Tensor, ParamSpec],
+    like_param: tuple[str, ...],
     init_meta: Callable[[Tensor], list[Tensor]],
 ) -> tuple[dict[str, Any], dict[Tensor, dict[str, Any]]]:
-    """Return a state to load without FOP's own entries, and these by parameter.
+    """Return a state for the base, without FOP's own entries, and these by parameter.
 
     Raises ValueError if it does not fit. torch rounds all that it loads to the parameter's precision; M and
-    what comes with it keep theirs. `init_meta` returns the meta-optimizer's first state for a tensor.
+    what comes with it keep theirs. `like_param` are the base's entries that have the parameter's shape;
+    `init_meta` returns the meta-optimizer's first state for a tensor.
     """
     saved = loaded["param_groups"]
     filled = [_filled(i, old, group) for i, (old, group) in enumerate(zip(saved, groups, strict=True))]
@@ -196,7 +198,7 @@ def split(
     rest, own = {}, {}
     for i, state in loaded["state"].items():
         if i in params and isinstance(state, Mapping):
-            _check_param(specs[params[i]], params[i], state, init_meta)
+            _check_param(specs[params[i]], params[i], state, (*_LIKE_PARAM, *like_param), init_meta)
             rest[i] = {k: v for k, v in state.items() if not k.startswith(PREFIX)}
             own[params[i]] = {k: _copy(v, params[i]) for k, v in state.items() if k.startswith(PREFIX)}
         else:
@@ -223,7 +225,11 @@ def _copy(value: Any, param: Tensor) -> Any:
 
 
 def _check_param(
-    spec: ParamSpec, param: Tensor, state: Mapping[str, Any], init_meta: Callable[[Tensor], list[Tensor]]
+    spec: ParamSpec,
+    param: Tensor,
+    state: Mapping[str, Any],
+    like_param: tuple[str, ...],
+    init_meta: Callable[[Tensor], list[Tensor]],
 ) -> None:
     """Raise ValueError for the state of another parameter, or of another meta-optimizer."""
     ours = dict(zip(spec.m_keys, spec.shapes, strict=True))
@@ -231,7 +237,7 @@ def _check_param(
         states = init_meta(torch.empty(shape, device="meta"))
         ours |= {key: x.shape for key, x in zip(meta_keys(i, len(states)), states, strict=True)}
     missing = [key for key in ours if key not in state] if USABLE in state else []
-    for key, shape in (ours | dict.fromkeys(_LIKE_PARAM, param.shape)).items():
+    for key, shape in (ours | dict.fromkeys(like_param, param.shape)).items():
         found = state.get(key)
         if isinstance(found, Tensor) and found.shape != shape:
             missing.append(f"{key} (of shape {tuple(shape)}, not {tuple(found.shape)})")

@@ -181,10 +181,21 @@ def begin(
         fused=isinstance(pure, Momentum) and fused_sgd.is_allowed(group),
     )
     preconditioned = [one for one in params if one.spec.shapes] if rule.learns_precond else []
+    like_param = state.BEFORE if rule.learned_settings else _KEPT_FOR_CREDIT[rule.credit][0]
     for one in params if rule.learned_settings else preconditioned:
-        if one.grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"FOP takes dense gradients, got a {one.grad.layout} one for {one.spec.name!r}. "
-                "Make the layer's gradients dense, for example by nn.Embedding(sparse=False)."
-            )
+        _check(one, one.entries.saved.get(like_param))
     return GroupStep(group, rule, params, preconditioned, Entries(group))
+
+
+def _check(one: ParamStep, last: Tensor | None) -> None:
+    """Raise RuntimeError for a sparse gradient, or for another shape than what the `last` step has left."""
+    if one.grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"FOP takes dense gradients, got a {one.grad.layout} one for {one.spec.name!r}. "
+            "Make the layer's gradients dense, for example by nn.Embedding(sparse=False)."
+        )
+    if last is not None and last.shape != one.param.shape:
+        raise RuntimeError(
+            f"The parameter {one.spec.name!r} had the shape {tuple(last.shape)} in its last step, and has "
+            f"{tuple(one.param.shape)} now. Make a new FOP after changing the shape of a parameter."
+        )

@@ -124,6 +124,22 @@ def test_a_direction_that_is_not_like_the_gradient_is_refused_and_nothing_change
 
 
 @IN_BOTH_PRECISIONS
+@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("shape", [(7, 5), (5, 6)], ids=str)
+@every("make", ALL)
+def test_a_parameter_whose_shape_has_changed_is_refused_and_nothing_changes(make, shape, steps, generator):
+    weight = nn.Parameter(torch.randn(6, 5, generator=generator))
+    optimizer = make([("w", weight)], interval=10)
+    take(optimizer, [weight], generator, steps)
+    weight.data = torch.ones(shape)
+    weight.grad = torch.ones(shape)
+    before = kept(optimizer)
+    with pytest.raises(RuntimeError, match=r"'w' had the shape \(6, 5\) .*, and has .* now\. Make a new FOP"):
+        optimizer.step()
+    assert_same(kept(optimizer), before)
+
+
+@IN_BOTH_PRECISIONS
 def test_a_sparse_gradient_is_refused_and_nothing_changes(generator):
     first = nn.Parameter(torch.randn(2, 3, generator=generator))
     layer = nn.Embedding(4, 3, sparse=True)

@@ -61,6 +61,36 @@ def test_a_parameter_that_was_put_into_a_group_by_hand_is_refused(generator):
         take(optimizer, [p], generator)
 
 
+@IN_BOTH_PRECISIONS
+@every("make", ALL)
+def test_groups_without_parameters_change_nothing(make, generator):
+    problem = task(generator)
+    other = deepcopy(problem)
+    groups = [{"params": []}, {"params": problem.params}, {"params": []}]
+    problem.train(make(groups, interval=1), steps=4)
+    other.train(make(other.params, interval=1), steps=4)
+    assert_same(problem.params, other.params)
+
+
+@IN_BOTH_PRECISIONS
+@every("make", ALL)
+def test_a_first_parameter_without_numbers_changes_nothing(make, generator):
+    problem = task(generator)
+    other, empty = deepcopy(problem), nn.Parameter(torch.empty(0, 3))
+    empty.grad = torch.empty(0, 3)
+    problem.train(make([empty, *problem.params], preconditioner="pp-hd", interval=1), steps=4)
+    other.train(make(other.params, preconditioner="pp-hd", interval=1), steps=4)
+    assert_same(problem.params, other.params)
+
+
+@every("make", ALL)
+def test_an_optimizer_without_parameters_steps(make):
+    optimizer = make([{"params": []}])
+    optimizer.step()
+    assert not optimizer.state
+    assert "hyper/lr/0" in optimizer.diagnostics()
+
+
 def test_groups_that_were_passed_once_can_be_passed_again(generator):
     groups = [{"params": [kernels(generator)], "preconditioner": Diagonal()}]
     first, second = FOP(groups, lr=0.1), FOP(groups, lr=0.1)

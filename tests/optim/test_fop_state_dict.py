@@ -14,6 +14,7 @@ from optim_problems import (
     IN_BOTH_PRECISIONS,
     MOMENTUM,
     PLAIN,
+    Prepared,
     Task,
     assert_same,
     kept,
@@ -32,11 +33,12 @@ from metafop import SGD, Dense, Diagonal, Momentum
 from metafop.optim import FOP
 
 RESUMED = {name: make for name, make in ALL.items() if name != "sgd"}
+WITH_STATE_OF_ITS_OWN = {"a base with state of its own": partial(FOP, optimizer_class=Prepared)}
 
 
 @IN_BOTH_PRECISIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@every("make", RESUMED)
+@every("make", RESUMED | WITH_STATE_OF_ITS_OWN)
 def test_training_resumed_from_a_file_is_training_that_never_stopped(make, dtype, generator):
     problem = task(generator, dtype)
     optimizer = make(problem.params, interval=3)

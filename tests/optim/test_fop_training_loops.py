@@ -1,15 +1,19 @@
-"""What people do in training loops around an optimizer: accumulation, layouts, any base."""
+"""What people do in training loops around an optimizer: accumulation, layouts, devices, any base."""
 
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
+import pytest
 import torch
 from optim_problems import (
     ALL,
     BASES,
     IN_BOTH_PRECISIONS,
     LEARNING,
+    Averaging,
     Descent,
+    Prepared,
     Task,
     assert_same,
     by_precision,
@@ -18,6 +22,7 @@ from optim_problems import (
 )
 from problems import every, filled
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import clip_grad_norm_
 
 from metafop import Identity
@@ -153,3 +158,93 @@ def test_a_base_that_makes_its_state_when_it_is_empty_finds_it_empty(generator):
     problem.train(FOP(problem.params, Descent, preconditioner=Identity()), steps=5)
     plain.train(Descent(plain.params), steps=5)
     assert_same(problem.params, plain.params)
+
+
+@IN_BOTH_PRECISIONS
+def test_a_base_that_makes_its_state_before_any_step_keeps_it(generator):
+    problem = task(generator)
+    plain = deepcopy(problem)
+    problem.train(FOP(problem.params, Prepared, preconditioner=Identity()), steps=5)
+    plain.train(Prepared(plain.params), steps=5)
+    assert_same(problem.params, plain.params)
+
+
+@IN_BOTH_PRECISIONS
+def test_a_base_makes_its_state_for_a_group_that_is_added_later(generator):
+    problem = task(generator)
+    plain = deepcopy(problem)
+    optimizer = FOP(problem.params[:2], Prepared, preconditioner=Identity())
+    other = Prepared(plain.params[:2])
+    for one, trained in ((optimizer, problem), (other, plain)):
+        trained.train(one, steps=3)
+        one.add_param_group({"params": trained.params[2:], "lr": 0.01})
+        trained.train(one, steps=3)
+    assert_same(problem.params, plain.params)
+
+
+def test_a_base_is_asked_to_train_and_to_be_evaluated(generator):
+    problem = task(generator)
+    optimizer: Any = FOP(problem.params, Averaging)
+    problem.train(optimizer, steps=3)
+    before = deepcopy(problem.params)
+    optimizer.eval()
+    moved = [p - q for p, q in zip(problem.params, before, strict=True)]
+    assert_close_to(moved, [optimizer.state[p]["velocity"] for p in problem.params])
+    optimizer.train()
+    assert_close_to(problem.params, before)
+
+
+def test_only_around_a_base_with_modes_there_are_modes(generator):
+    params = task(generator).params
+    for base, has_modes in ((Averaging, True), (Descent, False), (torch.optim.SGD, False)):
+        assert [hasattr(FOP(params, base), name) for name in ("train", "eval")] == [has_modes] * 2
+
+
+def assert_close_to(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+
+
+def train_random(make: Any, device: str, generator: torch.Generator | None = None) -> Any:
+    """Return an optimizer that has stepped with random gradients, where there is a generator."""
+    params = [nn.Parameter(torch.ones(shape, device=device)) for shape in ((4, 2, 3, 3), (3, 4), (3,))]
+    optimizer = make(params, interval=1, lr=0.0123)  # an lr that no other test has
+    for _ in range(4):
+        for p in params:
+            p.grad = torch.ones_like(p)
+            if generator is not None:
+                p.grad.normal_(generator=generator)
+        optimizer.step()
+    return optimizer
+
+
+@IN_BOTH_PRECISIONS
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+@every("make", ALL)
+def test_parameters_on_the_meta_device_take_steps_and_are_learned_from(make, default):
+    with torch.device(default):
+        optimizer = train_random(make, "meta")
+    states = [state for state in optimizer.state.values() if "fop_m0" in state]
+    assert [state["fop_updates"] for state in states] == [3, 3]
+    assert {state["fop_m0"].device.type for state in states} == {"meta"}
+
+
+@IN_BOTH_PRECISIONS
+@every("make", BASES)
+def test_steps_of_fake_tensors_leave_no_trace_in_later_ones(make, generator):
+    with FakeTensorMode():
+        fake = train_random(make, "cpu")
+    assert [state["fop_updates"] for state in fake.state.values() if "fop_m0" in state] == [3, 3]
+    optimizer = train_random(make, "cpu", generator)
+    assert all(p.isfinite().all() for p in optimizer.state)
+
+
+@IN_BOTH_PRECISIONS
+@every("make", {name: make for name, make in ALL.items() if "adamw" not in name})  # torch's AdamW fails
+def test_the_default_device_changes_no_step_and_leaves_no_trace(make, generator):
+    copied = torch.Generator()
+    copied.set_state(generator.get_state())
+    with torch.device("meta"):
+        one = train_random(make, "cpu", generator)
+    other = train_random(make, "cpu", copied)
+    assert_same(one.param_groups[0]["params"], other.param_groups[0]["params"])
+    assert_same(learned(one), learned(other))

@@ -1,10 +1,11 @@
 """Mistakes are refused in a sentence that names the value and what to do."""
 
+import re
 from typing import Any, cast
 
 import pytest
 import torch
-from optim_problems import ALL, IN_BOTH_PRECISIONS, kernels, task
+from optim_problems import ALL, IN_BOTH_PRECISIONS, Prepared, Wrapping, kernels, task
 from problems import every
 from torch import nn
 
@@ -55,6 +56,11 @@ MISTAKES = {
         ["momentum", "above zero", "momentum=0.9"],
     ),
     "momentum of adamw": (refused(torch.optim.AdamW, learn=("momentum",)), ValueError, ["momentum", "AdamW"]),
+    "base with the groups of another": (
+        refused(Wrapping),
+        TypeError,
+        ["param_groups", "Wrapping", "without a setter", "that it wraps"],
+    ),
     "base's own": (refused(momentum=-1.0), ValueError, ["Invalid momentum value: -1.0"]),
     "unknown setting": (refused(momentun=0.9), TypeError, ["momentun"]),
 }
@@ -66,6 +72,40 @@ def test_a_mistake_is_named_with_its_value_and_its_remedy(make, error, words, ge
     with pytest.raises(error) as raised:
         make(task(generator).params)
     assert [word for word in words if word not in str(raised.value)] == []
+
+
+FOR_ALL = {
+    "preset": ("paper", "preset"),
+    "seed": (3, "seed"),
+    "meta_optimizer": (SGD(), "meta_optimizer"),
+    "optimizer_class": (torch.optim.Adam, "optimizer_class"),
+    "generator": (torch.Generator(), "seed"),
+}
+
+
+@pytest.mark.parametrize("name", FOR_ALL)
+def test_what_holds_for_all_groups_is_refused_in_one_of_them(name, generator):
+    (first, later), (value, asked) = task(generator).params[:2], FOR_ALL[name]
+    told = re.escape(f"got {name}={value!r} in one of them. Pass {asked} to FOP itself.")
+    with pytest.raises(ValueError, match=told):
+        FOP([{"params": [first], name: value}], lr=0.1)
+    optimizer = FOP([first], lr=0.1)
+    with pytest.raises(ValueError, match=told):
+        optimizer.add_param_group({"params": [later], name: value})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_setting_of_the_base_may_have_any_name(generator):
+    class Seeded(Prepared):
+        def __init__(self, params, lr=0.1):
+            super().__init__(params, lr)
+            self.defaults["seed"] = 1
+            for group in self.param_groups:
+                group["seed"] = 1
+
+    optimizer = FOP([kernels(generator)], Seeded)
+    optimizer.add_param_group({"params": [kernels(generator)], "seed": 2})
+    assert [group["seed"] for group in optimizer.param_groups] == [1, 2]
 
 
 @IN_BOTH_PRECISIONS
