@@ -27,19 +27,25 @@ class Task(Protocol):
     """
 
     def start(self, episode: int) -> Any:
-        """Return the carry that an episode starts from."""
+        """Return the carry that an `episode` starts from; the first is 0."""
         ...
 
-    def batches(self, episode: int, window: int) -> Batches: ...
+    def batches(self, episode: int, window: int) -> Batches:
+        """Return the batches of a `window` of an `episode`, one for each step; the first window is 0."""
+        ...
 
-    def outer_loss(self, episode: int, window: int) -> OuterLoss: ...
+    def outer_loss(self, episode: int, window: int) -> OuterLoss:
+        """Return the outer loss of a `window` of an `episode`, a function of the carry after it."""
+        ...
 
 
 class Trained(NamedTuple):
     """How a run ended.
 
-    A row of `history` has every scalar of a step's info and, as they were before it, the numbers that are
-    learned: of a schedule the mean, of a matrix the norm. `notes` are the estimator's.
+    state: that after the last step; what was learned is `state.meta`.
+    history: a row for each step, with every scalar of its info and, as they were before it, the numbers that
+        are learned: of a schedule the mean, of a matrix the norm.
+    notes: the sentences that the estimator noted, each with the step that said it first.
     """
 
     state: UnrolledState

@@ -38,7 +38,11 @@ Hypergradient = Callable[[Trains, Meta, Last, Params], Meta]
 class OnlineCarry(NamedTuple):
     """What an online step hands on: the carry of the training below, its meta, and the last step.
 
-    `taken` is 1 once a step was taken and 0 before; `memory` is that of credit, before the last step.
+    carry, meta: those of the training below, after the last step.
+    meta_opt: the meta-optimizer's state.
+    last_carry, last_seen: where the last step started, and what it saw there.
+    memory: that of credit, before the last step.
+    taken: 1 if there is a last step to learn from; 0 before the first, and after one that was not finite.
     """
 
     carry: Any
@@ -135,10 +139,21 @@ class Online:
         return self._rule.domains
 
     def init_meta(self, meta: Meta, **hyper: Any) -> Meta:
-        """Return the outer meta: the meta-optimizer's hyperparameters, given by name as lr=0.1."""
+        """Return the outer meta: the meta-optimizer's hyperparameters.
+
+        meta: what is learned; hyperparameters take its precision.
+        hyper: lr and the like, by name, as lr=0.1: numbers, or dicts of these by pattern of the names of what
+            is learned, such as `lr={"precond.*": 1e-3, "hyper.lr": 1e-2}`. What is left out has the
+            meta-optimizer's default.
+        """
         return self.learned.outer_meta(meta, hyper)
 
     def init(self, meta: Meta, carry: Any) -> OnlineCarry:
+        """Return the state that learning starts from.
+
+        meta: that of the training below, from its `init_meta`.
+        carry: that of the training below, from its `init`.
+        """
         self.training.check(meta, carry)
         meta_opt = self.learned.init(meta)
         value = next(iter(carry.params.values()))
@@ -153,9 +168,20 @@ class Online:
         return OnlineCarry(carry, meta, meta_opt, last, nothing, memory, torch.zeros_like(nothing.value))
 
     def evaluate(self, state: OnlineCarry, batch: Batch) -> Seen:
+        """Return the loss of a `batch` at the parameters of `state`, its gradients, the buffers after it."""
         return self.training.evaluate(state.carry, batch)
 
     def advance(self, meta: Meta, state: OnlineCarry, seen: Seen) -> tuple[OnlineCarry, Info]:
+        """Return the state after learning from the last step and taking the next one, and info.
+
+        meta: the outer meta, from `init_meta`.
+        state: that before the step.
+        seen: what `evaluate` returned for it.
+
+        In info are "value", the loss that was seen; "finite", whether all that the step saw and led to is;
+        "moved", whether what is learned has changed; with `null_step` "rose", whether the loss did; and what
+        an `Online` below tells, as "below.moved".
+        """
         self.learned.check_outer_meta(meta)
         value, finite = seen.value, tree.all_finite(seen)
         seen = _zero_gradient_unless(finite, seen, state.buffers)
@@ -189,10 +215,14 @@ class Online:
         return new_state, info | {f"below.{k}": v for k, v in below.items() if k != "value"}
 
     def step(self, meta: Meta, state: OnlineCarry, batch: Batch) -> tuple[OnlineCarry, Info]:
+        """Return `advance(meta, state, evaluate(state, batch))`: one step of training and learning."""
         return self.advance(meta, state, self.evaluate(state, batch))
 
     def pullback(self, meta: Meta, last: Last, cotangent: Params) -> Meta:
-        """The VJP of `advance`, through the meta-optimizer's step and the one after it (docs/math.md, 11)."""
+        """Return the derivative of ⟨`cotangent`, params after the `last` step⟩ in `meta`, the outer one.
+
+        The VJP of `advance`, through the meta-optimizer's step and the one after it (docs/math.md, 11).
+        """
 
         def params(meta: Meta) -> Params:
             state, _ = self.advance(meta, last.carry, last.seen)
@@ -201,19 +231,24 @@ class Online:
         return tree.pull(params, meta, cotangent)
 
     def init_memory(self, state: OnlineCarry) -> tuple[()]:
+        """Return `()`, whatever the `state`: there is no credit to remember."""
         return ()
 
     def credited(self, meta: Meta, memory: tuple[()], grads: Params) -> tuple[tuple[()], tuple[()]]:
-        """Its own gradient takes all the credit: the pullback above is the derivative of the whole step."""
+        """Return `()` twice: its own `grads` take all the credit, whatever `meta` and `memory` are.
+
+        The pullback above is the derivative of the whole step.
+        """
         return (), ()
 
     def check(self, meta: Meta, state: OnlineCarry) -> None:
-        """Refuse a meta whose hyperparameters are named for other things than are learned."""
+        """Refuse an outer `meta` whose hyperparameters are for other things than are learned in `state`."""
         self.learned.check_outer_meta(meta)
         self.init_meta(state.meta, **meta.hyper._asdict())
 
     @property
     def learned(self) -> Learned:
+        """The leaves that move, and how."""
         return Learned("Online", self.training, self._rule, self.learn, self.bounds)
 
     def _last(self, state: OnlineCarry) -> tuple[Last, Tree]:

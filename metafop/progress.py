@@ -8,7 +8,8 @@ from typing import TextIO
 class Line:
     """One line on a terminal, written anew as work goes on, and gone in the end; elsewhere nothing.
 
-    stream: where to write (sys.stderr). every: seconds between two writings, at least (0.1).
+    stream: where to write (sys.stderr).
+    every: seconds between two writings, at least (0.1).
 
     >>> from metafop import progress
     >>> line = progress.Line()
@@ -21,6 +22,7 @@ class Line:
         self._every, self._last = every, 0.0
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        """Show `what` is being done, and how many steps of it are `done`, of how many in `total`."""
         now = time.monotonic()
         if not self._stream.isatty() or (now - self._last < self._every and done < total):
             return

@@ -24,6 +24,11 @@ Bound = Callable[[Meta], Meta]
 def scale_free(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
     """Divide the hypergradient by ‖∇J‖ ‖Δθ‖, the most that a step so long can change J by (docs/math.md, 14).
 
+    grads: the hypergradient, in the learner's coordinates.
+    now: the parameters now; Δθ leads there from those that the last step started from.
+    last: the last step.
+    seen: what was seen after it; ∇J is its gradient.
+
     To first order, that is. What belongs to one parameter, or to a pattern of them, is divided by their own
     norms, the rest by those of all parameters together. What is left has no units: for log lr under SGD, ⟨∇J,
     Δθ⟩ over it is a cosine.
@@ -58,7 +63,9 @@ Size = TypeVar("Size", float, Tensor)
 
 
 def largest_change(gradient: Size, displacement: Size) -> Size:
-    """Return ‖∇J‖ ‖Δθ‖, given the two norms: the divisor of a scale-free hypergradient (docs/math.md, 14).
+    """Return ‖∇J‖ ‖Δθ‖: the divisor of a scale-free hypergradient (docs/math.md, 14).
+
+    gradient, displacement: the two norms, both numbers or both tensors.
 
     It is infinite where there is no gradient or no step: what is divided by it is zero then.
     """
@@ -72,6 +79,10 @@ def feedback(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
     """Divide the hypergradient by ‖∇J‖² at the last step: OSGM's normalised feedback (Gao et al., 2024).
 
     Its gradient is that of (J(θ') - J(θ)) / ‖∇J(θ)‖². (docs/math.md, 15)
+
+    grads: the hypergradient, in the learner's coordinates.
+    last: the last step; ∇J(θ) is the gradient that it saw.
+    now, seen: not used here, but every guard is given them.
     """
     size = tree.norm(last.seen.grads).square()
     return tree.map(lambda x: _divided(x, _or_infinity(size)), grads)

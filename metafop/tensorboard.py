@@ -33,13 +33,21 @@ _RED, _BLUE = (0.70, 0.09, 0.17), (0.13, 0.40, 0.67)
 class Watched(Protocol):
     """An optimizer that shows what it has learned: `metafop.optim.FOP`."""
 
-    def inspect(self) -> tuple[Trains, Meta, Params]: ...
+    def inspect(self) -> tuple[Trains, Meta, Params]:
+        """Return a training with the preconditioners, a meta with their tensors, and the gradients."""
+        ...
 
-    def register_step_post_hook(self, hook: Any) -> RemovableHandle: ...
+    def register_step_post_hook(self, hook: Any) -> RemovableHandle:
+        """Call `hook` after each step with the optimizer and the arguments of the step."""
+        ...
 
 
 class Logger:
     """Writes to one directory, which is one run in TensorBoard; close it, or use it in a `with`.
+
+    directory: where to write; it is made if there is none.
+    going_on_from: for a run that goes on after an interruption, the step that comes next: what an earlier
+        part of it wrote of that step and of later ones is then not shown (None, a new run).
 
     >>> import tempfile
     >>> from metafop.tensorboard import Logger
@@ -56,10 +64,6 @@ class Logger:
     """
 
     def __init__(self, directory: str | Path, going_on_from: int | None = None) -> None:
-        """Write to a directory. A run that goes on after an interruption names the step that comes next.
-
-        What an earlier part of it wrote of that step and later ones is then not shown.
-        """
         self._events = FileWriter(directory)
         if going_on_from is not None:
             self._events.add_event(Event(step=going_on_from, file_version="brain.Event:2"))
@@ -81,13 +85,21 @@ class Logger:
         self._events.close()
 
     def info(self, step: int, info: Info) -> None:
-        """Write every scalar: booleans as 0 and 1, NaN as NaN. Tensors of several numbers are left out."""
+        """Write every scalar of `info`: booleans as 0 and 1, NaN as NaN.
+
+        Tensors of several numbers are left out. `step` is the number of the step.
+        """
         for name, value in info.items():
             if value.numel() == 1:
                 self._scalar(step, name, value)
 
     def diagnostics(self, step: int, training: Trains, meta: Meta, grads: Params) -> None:
         """Write `diagnostics.summary`, histograms "eigenvalues/…" and "P_values/…", and images "P/…".
+
+        step: the number of the step.
+        training: that whose preconditioners are looked at.
+        meta: what was learned.
+        grads: the gradient of each parameter, by name.
 
         The values of P if it has at most 1024 rows, its image if at most 64. Where some are not finite there
         is no histogram but a scalar "nonfinite/…": how many. The levels of a tower share names: use a Logger
@@ -105,7 +117,10 @@ class Logger:
                 self._events.add_summary(image(f"P/{name}", picture(p), dataformats="CHW"), step)
 
     def learned(self, step: int, leaves: Mapping[str, Tensor]) -> None:
-        """Write pictures of what was learned, by name: of a schedule "curve/…", of a matrix "M/…"."""
+        """Write pictures of `leaves`, what was learned, by name: of a schedule "curve/…", of a matrix "M/…".
+
+        A matrix has one if it has at most 64 rows and columns. `step` is the number of the step.
+        """
         for name, leaf in leaves.items():
             if leaf.dim() == 1 and leaf.numel() > 1:
                 self._events.add_summary(image(f"curve/{name}", curve(leaf), dataformats="HWC"), step)
@@ -113,9 +128,12 @@ class Logger:
                 self._events.add_summary(image(f"M/{name}", picture(leaf), dataformats="CHW"), step)
 
     def watch(self, optimizer: Watched, every: int = 100) -> RemovableHandle:
-        """Write the diagnostics of a `metafop.optim.FOP` after its first step, and after each `every` more.
+        """Write the diagnostics of an optimizer after its first step, and then after every so many.
 
         The step number is that of the optimizer since now. Call `remove()` of what is returned to stop.
+
+        optimizer: a `metafop.optim.FOP`.
+        every: how many steps lie between two writings, 1 or more (100).
         """
         if every < 1:
             raise ValueError(f"Logger.watch writes every so many steps, got every={every}. Pass 1 or more.")
@@ -133,10 +151,11 @@ class Logger:
         return optimizer.register_step_post_hook(write)
 
     def hyperparameters(self, settings: Mapping[str, Any], metrics: Mapping[str, float | Tensor]) -> None:
-        """Write one row of the HParams tab: what was chosen, and what came of it, once, at the end of a run.
+        """Write one row of the HParams tab, once, at the end of a run.
 
-        Finite numbers stay numbers; every other setting is written as Python prints it. Metrics are the
-        scalars "hparam/…".
+        settings: what was chosen, by name: finite numbers stay numbers, all else is written as Python prints
+            it.
+        metrics: what came of it, numbers by name: they are the scalars "hparam/…".
         """
         results = {f"hparam/{name}": _number(value) for name, value in metrics.items()}
         for summary in hparams({name: _setting(value) for name, value in settings.items()}, results):
@@ -157,9 +176,10 @@ class Logger:
 
 
 def picture(p: Tensor) -> Tensor:
-    """Return P as an image, (3, height, width): red above zero, white at it, blue below, black if not finite.
+    """Return a matrix `p` as an image, (3, height, width): red above zero, white at it, blue below.
 
-    A number x has a depth of √(|x| / max |P|), from 0 to 1, so that a hundredth of the largest is still seen.
+    What is not finite is black. A number x has a depth of √(|x| / max |p|), from 0 to 1, so that a hundredth
+    of the largest is still seen.
     """
     p = p.detach().cpu().double()
     known = torch.isfinite(p)
@@ -172,7 +192,7 @@ def picture(p: Tensor) -> Tensor:
 
 
 def curve(values: Tensor) -> Tensor:
-    """Return the values over their index as an image, (height, width, 3), with numbers at its axes' ends."""
+    """Return `values` over their index as an image, (height, width, 3), with numbers at its axes' ends."""
     x = values.detach().cpu().double()
     known = x[torch.isfinite(x)]
     low, high = (known.min().item(), known.max().item()) if len(known) else (0.0, 0.0)

@@ -82,10 +82,17 @@ class Training:
         return meta
 
     def init(self, params: Params, buffers: Buffers | None = None) -> Carry:
+        """Return the carry that training starts from.
+
+        params: what is trained, by name.
+        buffers: what else the loss reads and changes, by name: statistics of batch norm, the seed (none).
+        """
         validation.params(params)
         return Carry(params, self._rule.init(params), buffers or {})
 
     def evaluate(self, carry: Carry, batch: Batch) -> Seen:
+        """Return the loss of a `batch` at the parameters of `carry`, its gradients, the buffers after it."""
+
         def objective(params: Params) -> tuple[Tensor, Buffers]:
             result = self.loss(params, carry.buffers, batch)
             validation.returned(result, carry.buffers)
@@ -106,19 +113,25 @@ class Training:
         return _unrecorded(seen, (carry.params, batch))
 
     def advance(self, meta: Meta, carry: Carry, seen: Seen) -> tuple[Carry, Info]:
+        """Return the carry after a step from `carry`, on what was `seen` there, as `meta` says; and info.
+
+        In info is "value", the loss that was seen.
+        """
         validation.same_tree(meta, carry)
         direction = self.precondition(meta.precond, seen.grads)
         params, opt = self._rule.update(meta.hyper, carry.params, carry.opt, direction)
         return Carry(params, opt, seen.buffers), {"value": seen.value}
 
     def step(self, meta: Meta, carry: Carry, batch: Batch) -> tuple[Carry, Info]:
+        """Return `advance(meta, carry, evaluate(carry, batch))`: one step of training."""
         return self.advance(meta, carry, self.evaluate(carry, batch))
 
     def pullback(self, meta: Meta, last: Last, cotangent: Params) -> Meta:
-        """Return the derivative of ⟨cotangent, params after the last step⟩ in meta, the state before it held.
+        """Return the derivative of ⟨`cotangent`, params after the `last` step⟩ in `meta`.
 
-        This is the truncation that makes the online estimate cheap, and biased (docs/math.md, 1). Without
-        credit it is the VJP of `advance`; with credit, P(m) stands before all the gradients that moved θ.
+        What led to that step is held: this is the truncation that makes the online estimate cheap, and biased
+        (docs/math.md, 1). Without credit it is the VJP of `advance`; with credit, P(m) stands before all the
+        gradients that moved θ.
         """
         carry, seen = last.carry, last.seen
         direction = self.precondition(meta.precond, seen.grads)
@@ -131,20 +144,26 @@ class Training:
         return Meta(d_hyper, batched.pullbacks(families, meta.precond, moved_by, toward))
 
     def precondition(self, precond: dict[str, Tree], grads: Params) -> Params:
-        """Return P(m) g for each parameter."""
+        """Return P(m) g for each parameter, its m from `precond` and its g from `grads`."""
         families = {k: self._family(k) for k in grads}
         functions = batched.preconditioner_functions(families, precond, grads)
         return {k: functions[k](g) for k, g in grads.items()}
 
     def init_memory(self, carry: Carry) -> Tree:
+        """Return the memory that `credited` starts from, for the parameters of a `carry`."""
         return self._rule.init_memory(carry.params)
 
     def credited(self, meta: Meta, memory: Tree, grads: Params) -> tuple[Params | tuple[()], Tree]:
-        """Return the gradients that this step's movement is made of, and the memory of them."""
+        """Return the gradients that a step's movement is made of, and the memory of them.
+
+        meta: that of the step.
+        memory: that before it.
+        grads: its own gradients; where it is made of these alone, `()` is returned for them.
+        """
         return self._rule.credit(meta.hyper, memory, grads)
 
     def check(self, meta: Meta, carry: Carry) -> None:
-        """Refuse a meta that was made for other parameters."""
+        """Refuse a `meta` that was made for other parameters than those of `carry`."""
         validation.same_tree(meta, carry)
         if tree.is_transforming():  # where vmap forbids the random numbers that a family may start from
             return

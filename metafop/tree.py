@@ -36,11 +36,12 @@ Structure = pytree.TreeSpec
 
 
 def zeros_like(x: Tree) -> Tree:
+    """Return zeros in the form of `x`."""
     return map(torch.zeros_like, x)
 
 
 def copy(x: Tree) -> Tree:
-    """Return a copy of every tensor; what is one tensor in two places stays one."""
+    """Return a copy of every tensor in `x`; what is one tensor in two places stays one."""
     made = {id(leaf): leaf.clone() for leaf in leaves(x)}
     return map(lambda leaf: made[id(leaf)], x)
 
@@ -56,23 +57,23 @@ def scale(x: Tree, factor: float | Tensor) -> Tree:
 
 
 def where(condition: Tensor, x: Tree, y: Tree) -> Tree:
-    """Return `x` where the condition holds and `y` where it does not, leaf by leaf."""
+    """Return `x` where the `condition` holds and `y` where it does not, leaf by leaf."""
     return map(lambda a, b: a if a is b else torch.where(condition, a, b), x, y)
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
-    """Return ⟨x, y⟩ of two tensors of one shape."""
+    """Return `⟨x, y⟩` of two tensors of one shape."""
     dtype = torch.promote_types(x.dtype, y.dtype)
     return x.flatten().to(dtype) @ y.flatten().to(dtype)
 
 
 def norm(x: Tree) -> Tensor:
-    """Return the Euclidean norm of all leaves together."""
+    """Return the Euclidean norm of all leaves of `x` together."""
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(leaf) for leaf in leaves(x)]))
 
 
 def all_finite(x: Tree) -> Tensor:
-    """Return whether every number in the tree is finite, as a boolean scalar.
+    """Return whether every number in `x` is finite, as a boolean scalar.
 
     A sum is finite only if its terms are, and on large tensors takes far less time than looking at each; a
     sum of finite terms that overflows counts as not finite, in no less than float32.
@@ -87,7 +88,7 @@ def all_finite(x: Tree) -> Tensor:
 
 
 def pull(function: Callable[[Tree], Tree], x: Tree, cotangent: Tree) -> Tree:
-    """Return the derivative of ⟨cotangent, function(x)⟩ in x, by autograd."""
+    """Return the derivative of `⟨cotangent, function(x)⟩` in `x`, by autograd."""
     pullback = vjp(function, x)[1]
     return pullback(cotangent)[0]
 
@@ -98,7 +99,10 @@ def stack(trees: Sequence[Tree]) -> Tree:
 
 
 def named(x: Tree, prefix: str = "") -> dict[str, Tensor]:
-    """Return the leaves by dotted name, in the order of `leaves`: "hyper.lr", "precond.conv1.weight"."""
+    """Return the leaves of `x` by dotted name, in the order of `leaves`: "hyper.lr", "precond.conv1.weight".
+
+    prefix: what each name starts with, before a dot (none).
+    """
     if isinstance(x, Tensor):
         return {prefix: x}
     inside = [named(child, f"{prefix}.{key}" if prefix else key) for key, child in _children(x)]
@@ -114,7 +118,7 @@ def replace(x: Tree, new: dict[str, Tensor]) -> Tree:
 
 
 def partition(x: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
-    """Return the floating-point leaves, and a function that puts others into their places."""
+    """Return the floating-point leaves of `x`, and a function that puts others into their places."""
     everything, structure = pytree.tree_flatten(x)
     differentiable = [leaf.is_floating_point() for leaf in everything]
 
@@ -127,7 +131,7 @@ def partition(x: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
 
 
 def with_params(carry: Tree, params: Iterable[Tensor]) -> Tree:
-    """Return the carry with other parameters, in the order of `carry.params`."""
+    """Return the `carry` with other parameters, given as `params` in the order of `carry.params`."""
     everything, structure = pytree.tree_flatten(carry)
     places = param_places(len(everything), lambda leaves: pytree.tree_unflatten(leaves, structure))
     for place, param in zip(places, params, strict=True):
@@ -144,17 +148,17 @@ def param_places(count: int, rebuild: Callable[[list], Tree]) -> list[int]:
 
 
 def size(x: Tree) -> int:
-    """Return the bytes that the leaves take; a tensor in two places counts once."""
+    """Return the bytes that the leaves of `x` take; a tensor in two places counts once."""
     return sum(leaf.nbytes for leaf in {id(leaf): leaf for leaf in leaves(x)}.values())
 
 
 def is_tracked(x: Tensor) -> bool:
-    """Return whether, inside `grad` or `vjp`, the tensor depends on what is differentiated in."""
+    """Return whether, inside `grad` or `vjp`, `x` depends on what is differentiated in."""
     return is_gradtrackingtensor(x) and x.requires_grad
 
 
 def is_concrete(x: Tensor) -> bool:
-    """Return whether the tensor holds one value that Python may look at (under `vmap` it holds many)."""
+    """Return whether `x` holds one value that Python may look at (under `vmap` it holds many)."""
     return not is_batchedtensor(x) and x.device.type != "meta"
 
 
@@ -174,7 +178,7 @@ def transforms() -> int:
 
 
 def is_without_grad_from(level: int) -> bool:
-    """Return whether a derivative is being taken inside this level, and no_grad holds around that one.
+    """Return whether a derivative is being taken inside a `level`, and no_grad holds around that one.
 
     torch then records nothing for the levels below it, though gradients are enabled.
     """
@@ -184,7 +188,7 @@ def is_without_grad_from(level: int) -> bool:
 
 
 def is_surely(condition: Tensor) -> bool:
-    """Return whether a condition is known to hold: inside transforms and compiled code it is not known."""
+    """Return whether a `condition` is known to hold: inside transforms and compiled code it is not known."""
     return not torch.compiler.is_compiling() and not is_transforming() and bool(condition)
 
 
@@ -194,36 +198,36 @@ def batch_levels() -> int:
 
 
 def is_batched(x: Tensor) -> bool:
-    """Return whether the tensor depends on what `vmap` maps over."""
+    """Return whether `x` depends on what `vmap` maps over."""
     return is_batchedtensor(x)
 
 
 def is_inexact(x: Tensor) -> bool:
-    """Return whether the numbers are real or complex, not integers: such as have derivatives."""
+    """Return whether the numbers of `x` are real or complex, not integers: such as have derivatives."""
     return x.is_floating_point() or x.is_complex()
 
 
 def unwrapped(x: Tensor) -> Tensor:
-    """Return the numbers beneath all transforms: under `vmap` those of the whole batch."""
+    """Return the numbers of `x` beneath all transforms: under `vmap` those of the whole batch."""
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """Return whether the tensor takes part in a transform of torch.func."""
+    """Return whether `x` takes part in a transform of torch.func."""
     return is_functorch_wrapped_tensor(x)
 
 
 def is_tracked_from(x: object, level: int) -> bool:
-    """Return whether a derivative that is taken at this level or inside it depends on `x`."""
+    """Return whether a derivative that is taken at a `level` or inside it depends on `x`."""
     if not isinstance(x, Tensor) or not is_functorch_wrapped_tensor(x) or maybe_get_level(x) < level:
         return False
     return is_tracked(x) or is_tracked_from(get_unwrapped(x), level)
 
 
 def without_levels(x: Tree, level: int) -> Tree:
-    """Return the tensor as a constant for derivatives that are taken at this level or inside it.
+    """Return the tensor `x` as a constant for derivatives that are taken at a `level` or inside it.
 
     Derivatives around it, and `vmap` at any level, still see what it is. Other objects stay as they are.
     """
@@ -236,7 +240,7 @@ def without_levels(x: Tree, level: int) -> Tree:
 
 
 def is_recorded(x: Tensor) -> bool:
-    """Return whether torch.autograd, beneath all transforms, has recorded how the tensor came about."""
+    """Return whether torch.autograd, beneath all transforms, has recorded how `x` came about."""
     return unwrapped(x).requires_grad
 
 

@@ -16,14 +16,18 @@ Progress = Callable[[str, int, int], None]  # told what is being done, how many 
 
 
 class Meta(NamedTuple):
-    """What training depends on and may be learned: the optimizer's `hyper`, each preconditioner's tensors."""
+    """What training depends on and may be learned.
+
+    hyper: the optimizer's hyperparameters, a NamedTuple.
+    precond: the tensors of each preconditioner, by parameter name.
+    """
 
     hyper: Any
     precond: dict[str, Tree]
 
 
 class Seen(NamedTuple):
-    """What one evaluation of the loss saw."""
+    """What one evaluation saw: the loss's `value`, its `grads` by parameter name, the `buffers` after it."""
 
     value: Tensor
     grads: Params
@@ -31,7 +35,7 @@ class Seen(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What a step hands on to the next."""
+    """What a step hands on to the next: `params` by name, the optimizer's state `opt`, `buffers` by name."""
 
     params: Params
     opt: Tree
@@ -39,9 +43,11 @@ class Carry(NamedTuple):
 
 
 class Last(NamedTuple):
-    """A step that was taken: from which carry, on what it saw, and which gradients its movement is made of.
+    """A step that was taken.
 
-    `credit` is `()` where the step's own gradient takes all the credit for it.
+    carry: what it started from.
+    seen: what it saw there.
+    credit: the gradients that its movement is made of; `()` where its own takes all the credit for it.
     """
 
     carry: Any
@@ -50,25 +56,31 @@ class Last(NamedTuple):
 
 
 class Domain(Protocol):
-    """The values that a hyperparameter may take, and the coordinate in which it is learned."""
+    """The values that a hyperparameter x may take, and the coordinate z(x) in which it is learned."""
 
     @property
-    def says(self) -> str: ...
+    def says(self) -> str:
+        """The range in words, such as "above zero"."""
+        ...
 
-    def holds(self, value: float) -> bool: ...
+    def holds(self, value: float) -> bool:
+        """Return whether x may have the `value`."""
+        ...
 
-    def inside(self, value: float) -> bool: ...
+    def inside(self, value: float) -> bool:
+        """Return whether x can be learned from the `value`: not from the boundary of its range."""
+        ...
 
     def coordinate(self, value: Tensor) -> Tensor:
-        """Return z(x)."""
+        """Return z of the `value`."""
         ...
 
     def chain(self, value: Tensor, derivative: Tensor) -> Tensor:
-        """Return the derivative in z, given that in x."""
+        """Return the derivative in z at the `value`, given the `derivative` in x."""
         ...
 
     def moved(self, value: Tensor, old: Tensor, new: Tensor) -> Tensor:
-        """Return x after its coordinate went from `old` to `new`."""
+        """Return the `value` after its coordinate went from `old` to `new`."""
         ...
 
 
@@ -79,22 +91,25 @@ Domains = Mapping[
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """A pure update rule: all that one of your own needs to be. The rest, `CompleteOptimizer`, has defaults.
-
-    `hyper` is a NamedTuple whose fields are tensors, tuples of these, or dicts of them by pattern of names.
-    """
+    """A pure update rule: all that one of your own needs. The rest, `CompleteOptimizer`, has defaults."""
 
     @property
     def domains(self) -> Domains:
-        """The domain of each field of `hyper`: `Positive()`, `Unit()`, `Free()`; for a tuple, one of each."""
+        """The domain of each field of `hyper`: `Positive()`, `Unit()`, `Free()`, or a tuple of these."""
         ...
 
     def init(self, params: Params) -> Tree:
-        """Return the state before the first step."""
+        """Return the state before the first step of these `params`."""
         ...
 
     def update(self, hyper: Any, params: Params, opt: Tree, direction: Params) -> tuple[Params, Tree]:
-        """Return the new parameters and the new state."""
+        """Return the new parameters and the new state.
+
+        hyper: a NamedTuple of tensors, of tuples of these, or of dicts of them by pattern of parameter names.
+        params: the parameters before the step, by name.
+        opt: the state before it.
+        direction: what the parameters have for gradients, by name: P g where there is a preconditioner.
+        """
         ...
 
 
@@ -110,22 +125,29 @@ class CompleteOptimizer(Optimizer, Protocol):
     def pullback(
         self, hyper: Any, params: Params, opt: Tree, direction: Params, cotangent: Params
     ) -> tuple[Any, Params]:
-        """Return the derivatives of ⟨cotangent, new params⟩ in `hyper` and in `direction`."""
+        """Return the derivatives of ⟨c, new params⟩, c the `cotangent`, in `hyper` and in `direction`.
+
+        The step is that of `update` from `params` and `opt`, which are held.
+        """
         ...
 
     def init_memory(self, params: Params) -> Tree:
-        """Return the memory that `credit` starts from."""
+        """Return the memory that `credit` starts from, for these `params`."""
         ...
 
     def credit(self, hyper: Any, memory: Tree, grads: Params) -> tuple[Params | tuple[()], Tree]:
-        """Return the gradients that this step's movement is made of, and the memory of them.
+        """Return the gradients that a step's movement with `hyper` is made of, and the memory of them.
 
-        `()` says that it is made of the step's own gradient alone.
+        memory: that before the step.
+        grads: the step's own gradients. If it is made of these alone, `()` is returned for them.
         """
         ...
 
     def toward(self, hyper: Any, params: Params, opt: Tree, direction: Params, cotangent: Params) -> Params:
-        """Return the cotangent of the movement that `credit` accounts for."""
+        """Return the cotangent of the movement that `credit` accounts for.
+
+        It is given what `pullback` is: `hyper`, `params`, `opt`, `direction` and `cotangent`.
+        """
         ...
 
 
@@ -138,15 +160,19 @@ class Reversible(CompleteOptimizer, Protocol):
     """
 
     def before(self, hyper: Any, params: Params, opt: Tree) -> tuple[Params, Tree]:
-        """Return the parameters before the step that led here, and the state for `undo`."""
+        """Return the parameters before the step with `hyper` to `params`, `opt`, and the state for `undo`."""
         ...
 
     def undo(self, hyper: Any, params: Params, opt: Tree, direction: Params, emptied: Params) -> Tree:
-        """Return the state before the step, given what `before` returned and what `emptied` did then."""
+        """Return the state before the step with `hyper` along `direction`.
+
+        params, opt: what `before` returned.
+        emptied: what `self.emptied` returned before the step was taken.
+        """
         ...
 
     def emptied(self, hyper: Any, opt: Tree) -> Params:
-        """Return the stores that the next update will empty, by name: to `undo` it, they must be known."""
+        """Return the stores that an update with `hyper` from `opt` will empty, by name: `undo` needs them."""
         ...
 
 
@@ -155,15 +181,18 @@ class Preconditioner(Protocol):
     """A family of symmetric matrices P(m) that act on the gradient of one parameter."""
 
     def init(self, param: Tensor, generator: Generator | None) -> Tree:
-        """Return the tensors m to start from; `()` where nothing is learned."""
+        """Return the tensors m to start from for a `param`; `()` where nothing is learned.
+
+        generator: where a family that starts at random draws from; others take None.
+        """
         ...
 
     def apply(self, m: Tree, grad: Tensor) -> Tensor:
-        """Return P(m) g, in the shape of `grad`."""
+        """Return `P(m) grad`, in the shape of `grad`."""
         ...
 
     def pullback(self, m: Tree, grad: Tensor, cotangent: Tensor) -> Tree:
-        """Return the derivative of ⟨cotangent, P(m) grad⟩ in m."""
+        """Return the derivative of `⟨cotangent, P(m) grad⟩` in `m`."""
         ...
 
 
@@ -172,19 +201,19 @@ class Inspectable(Preconditioner, Protocol):
     """A family whose P can be looked at: what diagnostics show, and what `Normalized` and its kin rescale."""
 
     def dimension(self, m: Tree) -> int:
-        """Return n, the number of rows of P(m)."""
+        """Return n, the number of rows of `P(m)`."""
         ...
 
     def norm(self, m: Tree) -> Tensor:
-        """Return ‖P(m)‖_F, smooth in m and without forming P where that is large."""
+        """Return `‖P(m)‖_F`, smooth in m and without forming P where that is large."""
         ...
 
     def eigenvalues(self, m: Tree) -> Tensor:
-        """Return the eigenvalues of P(m), in no particular order."""
+        """Return the eigenvalues of `P(m)`, in no particular order."""
         ...
 
     def matrix(self, m: Tree) -> Tensor:
-        """Return P(m), n by n: `grad`, cut into rows of n, becomes rows @ P."""
+        """Return `P(m)`, n by n: a gradient, cut into rows of n, becomes rows @ P."""
         ...
 
 
@@ -192,28 +221,47 @@ class Trains(Protocol):
     """What can be trained as meta says: `Training`, and `Online`, which learns the meta of another."""
 
     @property
-    def domains(self) -> Domains: ...
+    def domains(self) -> Domains:
+        """The domain of each field of meta's hyper."""
+        ...
 
-    def evaluate(self, carry: Any, batch: Batch, /) -> Seen: ...
+    def evaluate(self, carry: Any, batch: Batch, /) -> Seen:
+        """Return what the loss of a `batch` is at the parameters of a `carry`."""
+        ...
 
-    def advance(self, meta: Meta, carry: Any, seen: Seen, /) -> tuple[Any, Info]: ...
+    def advance(self, meta: Meta, carry: Any, seen: Seen, /) -> tuple[Any, Info]:
+        """Return the carry after a step from `carry`, on what was `seen` there, as `meta` says; and info."""
+        ...
 
-    def pullback(self, meta: Meta, last: Last, cotangent: Params) -> Meta: ...
+    def pullback(self, meta: Meta, last: Last, cotangent: Params) -> Meta:
+        """Return the derivative of ⟨`cotangent`, params after the `last` step⟩ in `meta`."""
+        ...
 
-    def step(self, meta: Meta, carry: Any, batch: Batch, /) -> tuple[Any, Info]: ...
+    def step(self, meta: Meta, carry: Any, batch: Batch, /) -> tuple[Any, Info]:
+        """Return `advance(meta, carry, evaluate(carry, batch))`."""
+        ...
 
-    def check(self, meta: Meta, carry: Any, /) -> None: ...
+    def check(self, meta: Meta, carry: Any, /) -> None:
+        """Refuse a `meta` that was not made for such a `carry`."""
+        ...
 
-    def init_memory(self, carry: Any, /) -> Tree: ...
+    def init_memory(self, carry: Any, /) -> Tree:
+        """Return the memory that `credited` starts from, for the parameters of a `carry`."""
+        ...
 
-    def credited(self, meta: Meta, memory: Tree, grads: Params) -> tuple[Params | tuple[()], Tree]: ...
+    def credited(self, meta: Meta, memory: Tree, grads: Params) -> tuple[Params | tuple[()], Tree]:
+        """Return the credit of a step with `meta` and these `grads`, after `memory`, and the memory after."""
+        ...
 
 
 class Estimate(NamedTuple):
     """A hypergradient over many steps: ∂value/∂meta, where value = outer_loss(carry after all steps).
 
-    `carry` starts the next window. `info` holds what a person looks at: tensors, and "notes", a tuple of
-    sentences that is empty where there is nothing to say.
+    value: the outer loss.
+    grads: its derivative, a tree like meta.
+    carry: that after all steps, which starts the next window.
+    info: what a person looks at: tensors, and "notes", a tuple of sentences that is empty where there is
+        nothing to say.
     """
 
     value: Tensor
@@ -231,8 +279,17 @@ class Batches(Protocol):
 
 
 class Estimator(Protocol):
-    """A way to differentiate `outer_loss` of the carry after `len(batches)` steps in `meta`."""
+    """A way to differentiate an outer loss of the carry after many steps in meta."""
 
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
-    ) -> Estimate: ...
+    ) -> Estimate:
+        """Return the outer loss after `len(batches)` steps, and its derivative in `meta`.
+
+        training: what takes the steps, a `Training` or an `Online`.
+        outer_loss: `outer_loss(carry)` is a scalar, of the carry after the last step.
+        meta: where the derivative is taken, such as `training.init_meta` returns.
+        carry: where the first step starts: from `training.init`, the estimator's `init`, or the last window.
+        batches: a sequence with one for each step, the same whenever it is asked.
+        """
+        ...

@@ -18,9 +18,11 @@ from metafop.types import Batches, CompleteOptimizer, Estimator, Meta, Optimizer
 
 
 class UnrolledState(NamedTuple):
-    """What was learned so far, the meta-optimizer's state, and the carry after the last step.
+    """What a step of meta hands on to the next.
 
-    `carry` is `()` before the first step. The next step may start from it, or anywhere else.
+    meta: what was learned so far.
+    meta_opt: the meta-optimizer's state.
+    carry: that after the last step; `()` before the first. The next may start from it, or anywhere else.
     """
 
     meta: Meta
@@ -81,20 +83,33 @@ class Unrolled:
         return Learned("Unrolled", self.training, self._rule, self.learn, self.bounds)
 
     def init_meta(self, meta: Meta, **hyper: Any) -> Meta:
-        """Return the outer meta: the meta-optimizer's hyperparameters, given by name as lr=0.1."""
+        """Return the outer meta: the meta-optimizer's hyperparameters.
+
+        meta: what is learned; hyperparameters take its precision.
+        hyper: lr and the like, by name, as lr=0.1: numbers, or dicts of these by pattern of the names of what
+            is learned, such as `lr={"precond.*": 1e-3, "hyper.lr": 1e-2}`. What is left out has the
+            meta-optimizer's default.
+        """
         return self.learned.outer_meta(meta, hyper)
 
     def init(self, meta: Meta) -> UnrolledState:
+        """Return the state that learning starts from, at a `meta` from `training.init_meta`."""
         return UnrolledState(meta, self.learned.init(meta))
 
     def step(
         self, outer_meta: Meta, state: UnrolledState, outer_loss: OuterLoss, carry: Any, batches: Batches
     ) -> tuple[UnrolledState, dict[str, Any]]:
-        """Return the state after one step of meta from `carry`, over all batches, and what the estimator saw.
+        """Return the state after one step of meta, and what the estimator saw.
 
-        The carry after all batches is in the state: it starts the next window. In info are "value", the outer
-        loss; "norm", ‖H‖ in the learner's coordinates, before any clip; "moved"; and all that the estimator
-        tells, "notes" among it.
+        outer_meta: from `init_meta`.
+        state: that before the step.
+        outer_loss: `outer_loss(carry)` is a scalar, of the carry after all batches.
+        carry: where training starts: from `training.init`, from an estimator's own `init`, or `state.carry`.
+        batches: a sequence with one for each step of training, the same whenever it is asked.
+
+        The carry after all batches is in the new state: it starts the next window. In info are "value", the
+        outer loss; "norm", ‖H‖ in the learner's coordinates, before any clip; "moved"; and all that the
+        estimator tells, "notes" among it.
         """
         self.learned.check_outer_meta(outer_meta)
         value, pulled, after, info = self.estimator(self.training, outer_loss, state.meta, carry, batches)

@@ -20,6 +20,10 @@ from metafop.types import Inspectable, Meta, Params, Preconditioner, Trains, Tre
 def summary(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
     """Return every scalar of this file.
 
+    training: that whose preconditioners are looked at.
+    meta: what was learned.
+    grads: the gradient of each parameter, by name, such as `training.evaluate` finds.
+
     >>> loss = metafop.functional.plain(lambda params, batch: params["w"].square().sum())
     >>> training = Training(loss, SGD(), {"w": Diagonal()})
     >>> meta = Meta(SGD().hyper(lr=0.5), {"w": torch.tensor([1.0, 3.0])})
@@ -39,29 +43,36 @@ def summary(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
 
 
 def hyper(meta: Meta) -> dict[str, Tensor]:
-    """Return "hyper/lr", "hyper/betas/0", "hyper/lr/encoder.*" for a pattern; schedules are left out."""
+    """Return the hyperparameters of `meta`, as in "hyper/lr", "hyper/betas/0" and, for a pattern,
+    "hyper/lr/encoder.*"; schedules are left out.
+    """
     named = tree.named(meta.hyper).items()
     return {f"hyper/{name.replace('.', '/', 1)}": value for name, value in named if value.dim() == 0}
 
 
 def norms(name: str, values: Params) -> dict[str, Tensor]:
-    """Return the Euclidean norm of each tensor."""
+    """Return the Euclidean norm of each tensor in `values`, as in "`name`/conv1.weight"."""
     return {f"{name}/{k}": torch.linalg.vector_norm(wide(x)) for k, x in values.items()}
 
 
 def directions(training: Trains, meta: Meta, grads: Params) -> Params:
-    """Return P g for each parameter that has a P."""
+    """Return P g for each parameter that has a P in `training`, with m from `meta` and g from `grads`."""
     return {k: family.apply(m, grads[k]) for k, (family, m) in _learned(training, meta).items()}
 
 
 def angles(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
-    """Return the angle in degrees between ∇J and P ∇J of each parameter (the paper, figure of angles)."""
+    """Return the angle in degrees between ∇J and P ∇J of each parameter (the paper, figure of angles).
+
+    The P are those of `training` at `meta`, ∇J is in `grads`.
+    """
     preconditioned = directions(training, meta, grads)
     return {f"angle/{k}": angle(grads[k], direction) for k, direction in preconditioned.items()}
 
 
 def angle(x: Tensor, y: Tensor) -> Tensor:
-    """Return `2 atan2(‖u - v‖, ‖u + v‖)` in degrees, u = x/‖x‖, v = y/‖y‖ (Kahan): exact for tiny angles too.
+    """Return the angle between `x` and `y` in degrees, exact for tiny ones too (Kahan).
+
+    angle = 2 atan2(‖u - v‖, ‖u + v‖),    u = x/‖x‖,    v = y/‖y‖
 
     Zero is at 0° to zero, and at 90° to anything else: a step of zero does not descend.
     """
@@ -71,7 +82,10 @@ def angle(x: Tensor, y: Tensor) -> Tensor:
 
 
 def eigenvalues(training: Trains, meta: Meta) -> dict[str, Tensor]:
-    """Return the eigenvalues of each P, by parameter, ascending; all NaN if a number in m is not finite."""
+    """Return the eigenvalues of each P of `training` at `meta`, by parameter, ascending.
+
+    They are all NaN if a number in m is not finite.
+    """
     return {
         k: _eigenvalues(family, m)
         for k, (family, m) in _learned(training, meta).items()
@@ -80,7 +94,7 @@ def eigenvalues(training: Trains, meta: Meta) -> dict[str, Tensor]:
 
 
 def spectra(training: Trains, meta: Meta) -> dict[str, Tensor]:
-    """Return, for each P with eigenvalues λ,
+    """Return, for each P of `training` at `meta`, with eigenvalues λ,
 
     eigenvalue_max, eigenvalue_min, eigenvalue_mean = trace P / n,
     norm = ‖P‖_F = √Σλ²,    norm_spectral = ‖P‖₂ = max |λ|,    condition = max |λ| / min |λ|.
@@ -100,7 +114,7 @@ def spectra(training: Trains, meta: Meta) -> dict[str, Tensor]:
 
 
 def whitening(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
-    """Return, for each `Spatial` P, how the positions of the kernel weigh on each other, on average:
+    """Return, for each `Spatial` P of `training` at `meta`, how a kernel's positions weigh on each other:
 
     whitening_self          on itself,
     whitening_neighbours    on those one step away along an axis, without wrapping: in a plane 4, or fewer,
@@ -109,7 +123,8 @@ def whitening(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
 
     The index is 0 for multiples of the identity and positive where P decorrelates as the paper describes:
     strong positive weights on itself, negative ones on neighbours (section 5). Where distant weights are as
-    negative as those, P only removes the mean over the kernel. A mean over no pairs is 0.
+    negative as those, P only removes the mean over the kernel. Weights are means over pairs, and 0 for none.
+    Of `grads` only the shapes count, which are those of the kernels.
     """
     spatial = [k for k, (family, _) in _learned(training, meta).items() if _is_spatial(family)]
     scalars = {}
@@ -125,6 +140,9 @@ def whitening(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
 def weights(p: Tensor, kernel: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Return how the positions of a kernel weigh on themselves, on neighbours and on others, on average.
 
+    p: P, n by n.
+    kernel: the sizes of the kernel, whose product is n.
+
     >>> own, neighbours, distant = metafop.diagnostics.weights(torch.eye(9), (3, 3))
     >>> own, neighbours, distant
     (tensor(1.), tensor(0.), tensor(0.))
@@ -134,7 +152,10 @@ def weights(p: Tensor, kernel: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def matrices(training: Trains, meta: Meta, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return P itself for the parameters named: n by n numbers, too many for `Kronecker` on a wide layer."""
+    """Return P itself, of `training` at `meta`, for the parameters in `names`.
+
+    It has n by n numbers, too many for `Kronecker` on a wide layer.
+    """
     learned = ((k, *_learned(training, meta)[k]) for k in names)
     return {k: family.matrix(m) for k, family, m in learned if isinstance(family, Inspectable)}
 

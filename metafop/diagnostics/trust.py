@@ -35,8 +35,16 @@ def metasmoothness(
     θ_k = params after all batches with z + k h v,    k = 0, 1, 2,    d = |θ_2 - θ_0|
     metasmoothness = Σ d sign(θ_1 - θ_0) sign(θ_2 - θ_1) / Σ d
 
-    v is one for every number that is learned, or what `direction` holds for it. NaN says that the parameters
-    did not move, or not to where they are finite. This takes three trainings and differentiates none.
+    NaN says that the parameters did not move, or not to where they are finite. This takes three trainings and
+    differentiates none.
+
+    training: what takes the steps, a `Training` or an `Online`.
+    meta: where z starts.
+    carry: where training starts.
+    batches: a sequence with one for each step.
+    learn: names of leaves of meta, or the starts of some: those that z moves.
+    h: the size of a step in z, above zero (0.01).
+    direction: v, a tree like meta (None, one for every number that is learned).
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
@@ -77,6 +85,11 @@ def variance(
     cosine = mean over pairs of ⟨g_i, g_j⟩ / (‖g_i‖ ‖g_j‖)
 
     for each leaf; and the cosine of all leaves together.
+
+    training: that which was differentiated; it says in which coordinates leaves are learned.
+    meta: where it was differentiated.
+    estimates: what an estimator returned, two or more.
+    learn: names of leaves of meta, or the starts of some: those to compare.
 
     >>> training = Training(metafop.functional.plain(lambda params, batch: params["w"].sum()), SGD())
     >>> meta = training.init_meta({"w": torch.zeros(1)}, lr=0.5)
@@ -119,6 +132,11 @@ def halves(
     cosine = ⟨a, b⟩ / (‖a‖ ‖b‖),    signs = mean of sign(a) sign(b)
 
     for each leaf, and for all together. Both start from `carry` and take ⌊T/2⌋ steps.
+
+    estimator: any of `metafop.hypergradients` over many steps.
+    training, outer_loss, meta, carry: what it is given.
+    batches: a sequence of two or more, T in all.
+    learn: names of leaves of meta, or the starts of some: those to compare.
 
     >>> from metafop.hypergradients import adjoint
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] * batch).sum())

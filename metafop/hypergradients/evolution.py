@@ -20,10 +20,11 @@ from metafop.types import Batches, Domain, Estimate, Meta, OuterLoss, Progress, 
 
 
 class EvolutionCarry(NamedTuple):
-    """The carries of all particles, stacked: those that add perturbations, then those that subtract.
+    """All particles: the next window goes on from them.
 
-    `perturbations` holds by name what each pair has added up since the start, ξ, and is `()` before the
-    first window; `rng` is the state of a generator.
+    carries: theirs, stacked: those that add perturbations, then those that subtract.
+    perturbations: what each pair has added up since the start, ξ, by leaf; `()` before the first window.
+    rng: the state of the generator that draws them.
     """
 
     carries: Any
@@ -48,9 +49,9 @@ class Evolution:
     left out while one of its losses is not finite. Notes say so.
 
     learn: names of leaves of meta, or the starts of some, as for `Unrolled` (None, all).
-    pairs: how many antithetic pairs of particles train side by side (32).
-    sigma: σ, in the coordinate z (0.01).
-    progress: called after each step of all particles, as by `Adjoint` (None).
+    pairs: how many antithetic pairs of particles train side by side, 2 or more (32).
+    sigma: σ, in the coordinate z, above zero (0.01).
+    progress: called after each step of all particles, as by `Adjoint`; of each, where vmap fails (None).
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training, params = Training(loss, SGD()), {"w": torch.zeros(1)}
@@ -83,7 +84,7 @@ class Evolution:
             )
 
     def init(self, carry: Any, generator: Generator) -> EvolutionCarry:
-        """Return particles that all start from `carry`, with a generator of their own that this one seeds."""
+        """Return particles that start from `carry`, with a generator of their own that `generator` seeds."""
         if not isinstance(generator, Generator):
             raise TypeError(
                 f"evolution.init takes a torch.Generator, got {generator!r}. "

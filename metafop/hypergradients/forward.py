@@ -29,7 +29,9 @@ Tangents = list[Tensor]  # for each floating-point leaf of a carry, one row for 
 class ForwardCarry(NamedTuple):
     """A carry and how it depends on meta: the next window goes on from both.
 
-    `tangents` is `()` where nothing was differentiated yet.
+    carry: that of the training.
+    tangents: Ċ, for each floating-point leaf of the carry one row for each learned number; `()` where nothing
+        was differentiated yet.
     """
 
     carry: Any
@@ -75,6 +77,7 @@ class Forward:
             leaf_names.check("Forward", self.learn)
 
     def init(self, carry: Any) -> ForwardCarry:
+        """Return where windows start: the `carry`, which depends on nothing yet."""
         return ForwardCarry(carry, ())
 
     def __call__(

@@ -7,15 +7,22 @@ from metafop.types import Last, Meta, Params, Trains
 
 
 def closed_form(training: Trains, meta: Meta, last: Last, cotangent: Params) -> Meta:
-    """Return the hand-written pullback of the last step: the optimizer's, then the preconditioner's."""
+    """Return the hand-written pullback of the last step: the optimizer's, then the preconditioner's.
+
+    training: what took the step, a `Training` or an `Online`.
+    meta: where the derivative is taken.
+    last: the step, with the gradients that have credit for it.
+    cotangent: the gradient at the parameters after it, by name.
+    """
     return training.pullback(meta, last, cotangent)
 
 
 def by_autograd(training: Trains, meta: Meta, last: Last, cotangent: Params) -> Meta:
-    """Return the VJP of `advance` in meta: ∂⟨cotangent, params after the last step⟩ (docs/math.md, 1).
+    """Return the VJP of `training.advance` in `meta`: ∂⟨cotangent, params after the last step⟩.
 
-    With the gradient at those parameters as cotangent this is ∂J/∂meta, the last state held fixed: what
-    `closed_form` computes, for every optimizer and preconditioner.
+    With the gradient at those parameters as `cotangent` this is ∂J/∂meta, the state before the `last` step
+    held fixed: what `closed_form` computes, for every optimizer and preconditioner. `last` must have no
+    credit for earlier gradients. (docs/math.md, 1)
     """
     if last.credit:
         raise ValueError(

@@ -21,7 +21,7 @@ class Truncated:
     (docs/math.md, 21). To learn between windows, call `estimator` itself window by window: the carry that it
     returns starts the next.
 
-    steps: how many a window has; the last one is shorter if the batches say so.
+    steps: how many a window has, 1 or more; the last one is shorter if the batches say so.
     estimator: any of `metafop.hypergradients`, for each window (`adjoint`).
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())

@@ -13,6 +13,11 @@ from metafop.types import Domains, Params
 
 
 class AdamHyper(NamedTuple):
+    """The hyperparameters of `Adam`: `lr`, `betas`, `eps` and `weight_decay`.
+
+    Each is a scalar or, by pattern of parameter names, a dict of these; `betas` are two.
+    """
+
     lr: Tensor | dict[str, Tensor]
     betas: tuple[Tensor | dict[str, Tensor], Tensor | dict[str, Tensor]]
     eps: Tensor | dict[str, Tensor]
@@ -20,6 +25,8 @@ class AdamHyper(NamedTuple):
 
 
 class AdamState(NamedTuple):
+    """After `time` steps, the moments m (`mean`) and v (`square`) of each parameter."""
+
     time: Tensor
     mean: Params
     square: Params
@@ -44,9 +51,9 @@ class Adam:
     m' = β1 m + (1 - β1) d,    v' = β2 v + (1 - β2) d²,    m̂ = m' / (1 - β1ᵗ),    v̂ = v' / (1 - β2ᵗ)
     θ' = θ (1 - lr weight_decay) - lr m̂ / (√v̂ + eps)
 
-    `hyper` takes `lr`, `betas` (0.9, 0.999), `eps` (1e-8) and `weight_decay` (0), each a number, or a dict by
-    pattern of parameter names. Where v̂ is exactly zero the derivative of its root is taken as zero: it is
-    infinite, and would turn the zero that it multiplies into NaN.
+    Its hyperparameters are `lr`, `betas` (0.9, 0.999), `eps` (1e-8) and `weight_decay` (0), each a number, or
+    a dict by pattern of parameter names. Where v̂ is exactly zero the derivative of its root is taken as zero:
+    it is infinite, and would turn the zero that it multiplies into NaN.
 
     >>> adam, params, direction = Adam(), {"w": torch.zeros(2)}, {"w": torch.tensor([3.0, 0.0])}
     >>> params, state = adam.update(adam.hyper(lr=0.1), params, adam.init(params), direction)
@@ -70,6 +77,13 @@ class Adam:
         eps: Value = 1e-8,
         weight_decay: Value = 0.0,
     ) -> AdamHyper:
+        """Return the hyperparameters as tensors.
+
+        lr: the learning rate, of zero or more.
+        betas: β1 and β2, the factors by which the moments are kept, from 0 to below 1 ((0.9, 0.999)).
+        eps: what is added to √v̂, above zero (1e-8).
+        weight_decay: how much of θ is taken away, times lr, of zero or more (0).
+        """
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         return AdamHyper(*tensors(self, self.domains, values))
 
@@ -142,7 +156,7 @@ class Adam:
         return self.toward_after(hyper, AdamState(opt.time + 1, {}, square), cotangent)
 
     def toward_after(self, hyper: AdamHyper, opt: AdamState, cotangent: Params) -> Params:
-        """Return `toward`, given the state after the step instead of what led to it."""
+        """Return `toward` of `hyper` and `cotangent`, given as `opt` the state after the step."""
         result = {}
         for k, c in cotangent.items():
             beta1, beta2 = _betas(hyper, k)

@@ -15,7 +15,10 @@ _CREDIT = ("init_memory", "credit", "toward")
 
 
 def completed(owner: str, optimizer: Any) -> CompleteOptimizer:
-    """Return the optimizer with all that learning needs of it, or refuse what is none."""
+    """Return the `optimizer` with all that learning needs of it, or refuse what is none.
+
+    owner: who asks, in the sentence of a refusal.
+    """
     if isinstance(optimizer, torch.optim.Optimizer) or _is_torch_class(optimizer):
         _refuse_torch(owner, optimizer)
     if isinstance(optimizer, type):
@@ -46,6 +49,8 @@ class ByAutograd:
     pullback    the derivative of `update`, by autograd
     credit      all to the last gradient
 
+    rule: the optimizer.
+
     >>> class Sign:
     ...     domains = {"lr": metafop.optimizers.Positive()}
     ...     def init(self, params):
@@ -69,6 +74,7 @@ class ByAutograd:
         return self.rule.domains
 
     def hyper(self, **values: Any) -> Any:
+        """Return the hyperparameters as tensors, given as `values` by name."""
         if hasattr(self.rule, "hyper"):
             return hyperparameters.made(self.rule, values)
         missing = [name for name in self.domains if name not in values]

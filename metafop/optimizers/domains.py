@@ -11,7 +11,10 @@ from metafop.types import Domain
 
 @dataclass(frozen=True)
 class Positive:
-    """x ≥ 0 (or x > 0, where `zero` is not allowed), learned as z = log x (docs/math.md, 9)."""
+    """x ≥ 0, learned as z = log x (docs/math.md, 9).
+
+    zero: whether x may be zero; if not, x > 0 (True).
+    """
 
     zero: bool = True
 

@@ -19,7 +19,7 @@ Value = float | Tensor | Sequence[float] | Mapping[str, float | Tensor | Sequenc
 
 
 def named_tuple(names: Iterable[str], values: Iterable[Any]) -> Any:
-    """Return a NamedTuple with these names. Those of the same names are of one class, in every process."""
+    """Return a NamedTuple of `values` with these `names`. The same names are one class, in every process."""
     return _class(tuple(names))(*values)
 
 
@@ -169,7 +169,11 @@ def check_fields(optimizer: Optimizer, hyper: Any) -> None:
 
 
 def fitted(optimizer: CompleteOptimizer, values: Mapping[str, Any], moves: dict[str, Tensor]) -> Any:
-    """Return hyperparameters in the precision and on the device of what the optimizer moves."""
+    """Return the hyperparameters of an `optimizer` in the precision and on the device of what it moves.
+
+    values: those that are given, by name: numbers, or dicts of these by pattern. Others have its defaults.
+    moves: what it moves, by the names that patterns are for.
+    """
     hyper = made(optimizer, values)
     check_fields(optimizer, hyper)
     hyper = type(hyper)(*tensors(optimizer, optimizer.domains, hyper._asdict()))

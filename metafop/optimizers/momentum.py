@@ -13,6 +13,11 @@ from metafop.types import Domains, Params
 
 
 class MomentumHyper(NamedTuple):
+    """The hyperparameters of `Momentum`: `lr`, `momentum` and `weight_decay`.
+
+    Each is a scalar or, by pattern of parameter names, a dict of these.
+    """
+
     lr: Tensor | dict[str, Tensor]
     momentum: Tensor | dict[str, Tensor]
     weight_decay: Tensor | dict[str, Tensor]
@@ -23,10 +28,13 @@ class Momentum:
     """Heavy-ball momentum (Polyak, 1964), as in `torch.optim.SGD` without dampening.
 
     e = d + weight_decay θ,    v' = momentum v + e,    θ' = θ - lr v'
-    with `nesterov` (False)                            θ' = θ - lr (e + momentum v')
+    with `nesterov`                                    θ' = θ - lr (e + momentum v')
 
-    `hyper` takes `lr`, `momentum` (0.9) and `weight_decay` (0), each a number, or a dict by pattern of names.
-    Its state is the velocity v. Zeros as the first velocity give torch's trajectory: no first-step branch.
+    Its hyperparameters are `lr`, `momentum` (0.9) and `weight_decay` (0), each a number, or a dict by pattern
+    of parameter names. Its state is the velocity v. Zeros as the first velocity give torch's trajectory: no
+    first-step branch.
+
+    nesterov: whether θ moves by Nesterov's rule instead of the heavy ball's (False).
 
     >>> ball, params, ones = Momentum(), {"w": torch.zeros(1)}, {"w": torch.ones(1)}
     >>> hyper, velocity = ball.hyper(lr=0.1, momentum=0.5), ball.init(params)
@@ -43,6 +51,12 @@ class Momentum:
         return {"lr": Positive(), "momentum": Unit(), "weight_decay": Positive()}
 
     def hyper(self, lr: Value, momentum: Value = 0.9, weight_decay: Value = 0.0) -> MomentumHyper:
+        """Return the hyperparameters as tensors.
+
+        lr: the learning rate, of zero or more.
+        momentum: the factor by which the velocity is kept, from 0 to below 1 (0.9).
+        weight_decay: the factor of θ that is added to d, of zero or more (0).
+        """
         values = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         return MomentumHyper(*tensors(self, self.domains, values))
 
@@ -105,7 +119,7 @@ class Momentum:
         return self.toward_after(hyper, opt, cotangent)
 
     def toward_after(self, hyper: MomentumHyper, opt: Params, cotangent: Params) -> Params:
-        """Return `toward`, given the state after the step instead of what led to it."""
+        """Return `toward` of `hyper` and `cotangent`, given as `opt` the state after the step."""
         gain = negative(hyper.lr)
         if self.nesterov:
             return {k: at(gain, k) * (1 + at(hyper.momentum, k)) * c for k, c in cotangent.items()}

@@ -14,8 +14,11 @@ from metafop.types import Domains, Params
 
 
 class ReversibleState(NamedTuple):
-    """The velocity, a whole number of units of 2^-bits in float64; in such units, `rest`, what the position
-    has beyond the precision of the parameters; and `store`, the remainders that momentum has left so far.
+    """What makes a step reversible besides the parameters, by parameter name.
+
+    velocity: v, a whole number of units of 2^-bits, in float64.
+    rest: what the position has beyond the precision of the parameters, in such units.
+    store: the remainders that momentum has left so far.
     """
 
     velocity: Params
@@ -38,9 +41,12 @@ class ReversibleMomentum:
     The same with n and m exchanged undoes it. The store grows by log₂(m/n) bits a step, .152 at 9/10. Before
     it would overflow 63 bits it starts from zero again: to undo that step takes what `emptied` returned then.
 
-    momentum is rounded to a multiple of 1/denominator within (0, 1). Values are exact up to ±2^(52 - bits),
-    and not a number beyond. Derivatives are those of momentum with these values: a rounding has derivative 1.
-    (docs/math.md, 24)
+    Derivatives are those of momentum with these values: a rounding has derivative 1. Its hyperparameters are
+    those of `Momentum`, but the momentum is above zero. (docs/math.md, 24)
+
+    bits: how many a number has after the point, from 1 to 51 (40). Values are exact up to ±2^(52 - bits), and
+        not a number beyond.
+    denominator: momentum is rounded to a multiple of 1/denominator within (0, 1); from 2 to 2^bits (1000).
 
     >>> ball, params, ones = ReversibleMomentum(), {"w": torch.tensor([0.3])}, {"w": torch.ones(1)}
     >>> hyper, opt = ball.hyper(lr=0.1, momentum=0.5), ball.init(params)
@@ -72,6 +78,12 @@ class ReversibleMomentum:
         return {"lr": Positive(), "momentum": Unit(), "weight_decay": Positive()}
 
     def hyper(self, lr: Value, momentum: Value = 0.9, weight_decay: Value = 0.0) -> MomentumHyper:
+        """Return the hyperparameters as tensors.
+
+        lr: the learning rate, of zero or more.
+        momentum: the factor by which the velocity is kept, above 0 and below 1 (0.9).
+        weight_decay: the factor of θ that is added to d, of zero or more (0).
+        """
         values = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         hyper = MomentumHyper(*tensors(self, self.domains, values))
         if any(tree.is_concrete(x) and x == 0 for x in tree.leaves(hyper.momentum)):

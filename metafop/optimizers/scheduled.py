@@ -16,6 +16,8 @@ from metafop.types import CompleteOptimizer, Domain, Domains, Optimizer, Params,
 
 
 class ScheduledState(NamedTuple):
+    """How many steps were taken, the `time`, and the state of the optimizer within, `inner`."""
+
     time: Tensor
     inner: Tree
 
@@ -30,9 +32,10 @@ class Scheduled:
     It can be undone if what it wraps can. (docs/math.md, 25)
 
     optimizer: any; its other hyperparameters stay numbers.
-    steps: T, the number of entries.
-    fields: the names of what has a schedule ("lr" alone). `hyper` takes for each a list or tensor of T
-        entries, a number to be repeated, or a dict of these by pattern; for betas, a tuple of two of these.
+    steps: T, the number of entries, 1 or more.
+    fields: the names of what has a schedule (("lr",)). For each, `hyper` and `init_meta` take a list or a
+        tensor of T entries, a number to be repeated, or a dict of these by pattern; for betas, a tuple of two
+        of these.
 
     >>> scheduled, params, ones = Scheduled(SGD(), steps=3), {"w": torch.zeros(1)}, {"w": torch.ones(1)}
     >>> hyper, state = scheduled.hyper(lr=[0.4, 0.2, 0.1]), scheduled.init(params)
@@ -68,7 +71,7 @@ class Scheduled:
         }
 
     def hyper(self, **values: Any) -> Any:
-        """Return the hyperparameters, with `steps` entries in each of the fields."""
+        """Return the hyperparameters, given as `values` by name, with T entries in each of the fields."""
         # A number inside every domain stands for the schedules while the others are made.
         inside = {k: (0.5,) * len(d) if isinstance(d, tuple) else 0.5 for k, d in self.domains.items()}
         plain = made(self._rule, {k: inside[k] if k in self.fields else v for k, v in values.items()})

@@ -13,6 +13,11 @@ from metafop.types import Domains, Params
 
 
 class SGDHyper(NamedTuple):
+    """The hyperparameters of `SGD`: `lr` and `weight_decay`.
+
+    Each is a scalar or, by pattern of parameter names, a dict of these.
+    """
+
     lr: Tensor | dict[str, Tensor]
     weight_decay: Tensor | dict[str, Tensor]
 
@@ -23,7 +28,8 @@ class SGD:
 
     θ' = θ - lr (d + weight_decay θ)
 
-    `hyper` takes `lr` and `weight_decay` (0), each a number, or a dict by pattern of parameter names.
+    Its hyperparameters are `lr` and `weight_decay` (0), each a number, or a dict by pattern of parameter
+    names.
 
     >>> hyper = SGD().hyper(lr=0.1)
     >>> params, _ = SGD().update(hyper, {"w": torch.ones(2)}, (), {"w": torch.ones(2)})
@@ -36,6 +42,11 @@ class SGD:
         return {"lr": Positive(), "weight_decay": Positive()}
 
     def hyper(self, lr: Value, weight_decay: Value = 0.0) -> SGDHyper:
+        """Return the hyperparameters as tensors.
+
+        lr: the learning rate, of zero or more.
+        weight_decay: the factor of θ that is added to d, of zero or more (0).
+        """
         return SGDHyper(*tensors(self, self.domains, {"lr": lr, "weight_decay": weight_decay}))
 
     def init(self, params: Params) -> tuple[()]:
@@ -70,7 +81,7 @@ class SGD:
         return self.toward_after(hyper, opt, cotangent)
 
     def toward_after(self, hyper: SGDHyper, opt: tuple[()], cotangent: Params) -> Params:
-        """Return `toward`, given the state after the step instead of what led to it."""
+        """Return `toward` of `hyper` and `cotangent`, given as `opt` the state after the step."""
         gain = negative(hyper.lr)
         return {k: at(gain, k) * c for k, c in cotangent.items()}
 

@@ -29,7 +29,7 @@ class Dense:
         return self.preconditioner_function(gram.factor(m, gram.count(m, grad)), grad)(grad)
 
     def preconditioner_function(self, factor: gram.Factor, grad: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return what makes P g of gradients like this one, given `gram.factor` of m and of its rows."""
+        """Return what makes P g of gradients like `grad`, `factor` being `gram.factor` of m and its rows."""
         return gram.preconditioner_function(factor, grad, plus=False)
 
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:
@@ -72,6 +72,7 @@ class Spatial:
         return Dense().apply(m, grad)
 
     def preconditioner_function(self, factor: gram.Factor, grad: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return what makes P g of gradients like `grad`, `factor` being `gram.factor` of m and its rows."""
         return Dense().preconditioner_function(factor, grad)
 
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:

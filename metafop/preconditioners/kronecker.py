@@ -11,6 +11,8 @@ from metafop.preconditioners.dense import Dense, inputs
 
 
 class KroneckerFactors(NamedTuple):
+    """What a `Kronecker` preconditioner holds: M, over the `inputs`, and R, over the `outputs`."""
+
     inputs: Tensor
     outputs: Tensor
 

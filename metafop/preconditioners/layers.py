@@ -12,10 +12,12 @@ from metafop.types import Params, Preconditioner
 
 
 def by_shape(param: Tensor, rank: int = 4) -> Preconditioner:
-    """Return the family that suits a parameter of this shape in an ordinary network.
+    """Return the family that suits a `param` of its shape in an ordinary network.
 
     Kernels get `Spatial`, which for a 1×1 kernel is one learned rate for the layer; matrices get `LowRank`;
     biases and the scales of norms get `Identity`. The evidence: docs/concepts.md.
+
+    rank: that of `LowRank`, or the number of inputs where that is less (4).
     """
     if param.dim() >= 3 and param.numel():
         return Spatial()
@@ -25,7 +27,7 @@ def by_shape(param: Tensor, rank: int = 4) -> Preconditioner:
 
 
 def by_layer(module: nn.Module) -> dict[Tensor, Preconditioner]:
-    """Return the family that suits each parameter of a module, given the layers that use it.
+    """Return the family that suits each parameter of a `module`, given the layers that use it.
 
     Only the weights of convolutions are kernels; one that several layers share is, if all of them convolve.
     Any other tensor of three or more dimensions, such as an embedding of positions, gets `Identity`.
@@ -50,7 +52,9 @@ def assign(
 ) -> dict[str, Preconditioner]:
     """Return a family for each parameter: the first rule whose pattern fits its name, else `by_shape`.
 
-    Patterns are those of the shell: `*` stands for any characters.
+    params: what is trained, by name.
+    rules: families by pattern of names, as in the shell: `*` stands for any characters (none).
+    rank: that of `LowRank` for matrices that no rule fits, 1 or more (4).
 
     >>> params = {"conv.weight": torch.zeros(8, 3, 3, 3), "head.weight": torch.zeros(10, 8)}
     >>> assign(params, {"head.*": Scalar()})
@@ -62,12 +66,12 @@ def assign(
 
 
 def by_rule(rules: Mapping[str, Preconditioner], name: str, default: Preconditioner) -> Preconditioner:
-    """Return the family of the first rule whose pattern fits the name."""
+    """Return the family of the first of the `rules` whose pattern fits the `name`, or the `default`."""
     return next((family for pattern, family in rules.items() if fnmatchcase(name, pattern)), default)
 
 
 def check_rules(rules: Mapping[str, Preconditioner], names: Iterable[str]) -> None:
-    """Refuse a pattern that fits nothing: a slip, most likely."""
+    """Refuse `rules` with a pattern that fits none of the `names`: a slip, most likely."""
     names = sorted(names)
     for pattern in rules:
         if not any(fnmatchcase(name, pattern) for name in names):

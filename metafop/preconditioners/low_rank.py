@@ -14,8 +14,11 @@ from metafop.preconditioners.dense import inputs
 class LowRank:
     """P = I + M Mᵀ over the inputs of a layer, M of size n by `rank` (the paper, appendix A.4).
 
-    M starts as normal noise of size `sigma`: at M = 0 the hypergradient is exactly zero, and nothing would
-    ever be learned. (docs/math.md, 2)
+    M starts as normal noise: at M = 0 the hypergradient is exactly zero, and nothing would ever be learned.
+    (docs/math.md, 2)
+
+    rank: how many columns M has, from 1 to n (4).
+    sigma: the standard deviation of the noise, above zero (0.01).
 
     >>> weight = torch.zeros(10, 784)
     >>> LowRank(rank=4).init(weight, torch.Generator().manual_seed(0)).shape
@@ -56,7 +59,7 @@ class LowRank:
         return self.preconditioner_function(gram.factor(m, gram.count(m, grad)), grad)(grad)
 
     def preconditioner_function(self, factor: gram.Factor, grad: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return what makes P g of gradients like this one, given `gram.factor` of m and of its rows."""
+        """Return what makes P g of gradients like `grad`, `factor` being `gram.factor` of m and its rows."""
         return gram.preconditioner_function(factor, grad, plus=True)
 
     def pullback(self, m: Tensor, grad: Tensor, cotangent: Tensor) -> Tensor:

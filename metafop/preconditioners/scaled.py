@@ -52,6 +52,8 @@ class _Scaled(ABC):
 class Normalized(_Scaled):
     """√n P / ‖P‖_F: P turns the gradient, and has the norm of the identity (FOP-norm, appendix A.2).
 
+    family: that of P, such as `Dense()`; any that is `Inspectable`.
+
     >>> family = Normalized(Scalar())
     >>> family.apply(torch.tensor(7.0), torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
@@ -68,6 +70,9 @@ class Bounded(_Scaled):
     """min(1, limit √n / ‖P‖_F) P: the norm of P is at most `limit` times that of the identity.
 
     Not the spectral norm, which has no derivative where eigenvalues are equal, as they are where P starts.
+
+    family: that of P, such as `Dense()`; any that is `Inspectable`.
+    limit: finite and above zero (2.0).
 
     >>> family = Bounded(Scalar(), limit=4.0)
     >>> family.apply(torch.tensor(8.0), torch.tensor([1.0, 2.0]))
@@ -87,19 +92,22 @@ class Bounded(_Scaled):
 
 
 class Aging(NamedTuple):
-    """What a `Rescaled` preconditioner holds: its family's tensors, and the time t."""
+    """What a `Rescaled` preconditioner holds: its family's tensors, `inner`, and t, the `time`."""
 
     inner: Tree
     time: Tensor
 
 
 def aged(m: Tree) -> Tree:
-    """Return the tensors of a family with every time in them moved on by one."""
+    """Return `m`, the tensors of a family, with every time in them moved on by one."""
     return Aging(aged(m.inner), m.time + 1) if isinstance(m, Aging) else m
 
 
 def clocks(m: Tree, name: str) -> set[str]:
-    """Return the names of the times among the tensors of a family, which pass and are not learned."""
+    """Return the names of the times in `m`, the tensors of a family that are called `name`.
+
+    They pass, and are not learned.
+    """
     return {f"{name}.time"} | clocks(m.inner, f"{name}.inner") if isinstance(m, Aging) else set()
 
 
@@ -112,9 +120,13 @@ def inverse_square(time: Tensor) -> Tensor:
 class Rescaled:
     """γ(t) P / ‖P‖_F with γ(t) = δ(t) ‖P‖_F + (1 - δ(t)) p∞: P is free at first and ends at the norm p∞.
 
-    The modification for which the paper argues convergence (section 6; Baydin et al., 2018), given a `limit`
-    p∞ < 1/L; the Frobenius norm, which is smooth, bounds the paper's spectral one. The time starts at 1,
-    and `Online` moves it on by one with each step that it learns from.
+    The modification for which the paper argues convergence (section 6; Baydin et al., 2018); the Frobenius
+    norm, which is smooth, bounds the paper's spectral one. The time starts at 1, and moves on by one with
+    each step that `Online` or `Unrolled` learns from.
+
+    family: that of P, such as `Dense()`; any that is `Inspectable`.
+    limit: p∞, finite and above zero. Convergence is argued for p∞ < 1/L, L the smoothness of the loss.
+    delta: δ, which makes a number of t (`inverse_square`, 1 / t²).
 
     >>> family = Rescaled(Scalar(), limit=0.5)
     >>> family.apply(Aging(torch.tensor(7.0), torch.tensor(1.0)), torch.ones(1))

@@ -25,7 +25,9 @@ class seeded(TorchFunctionMode):
     """A context in which torch draws the random numbers of one step, those of `seed`.
 
     A loss made with `seeded=True` runs in it. A training loop written by hand draws the same numbers with
-    the same seed: an int64 scalar, from 0 to 2³² - 1 in the first step, then `next_seed(seed)` in each.
+    the same seed.
+
+    seed: an int64 scalar, from 0 to 2³² - 1 in the first step, then `next_seed(seed)` in each.
 
     >>> seed = torch.tensor(7)
     >>> with metafop.randomness.seeded(seed):

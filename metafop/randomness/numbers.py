@@ -22,7 +22,7 @@ _A, _B = 0x243F6A88, 0x85A308D3
 
 
 def next_seed(seed: Tensor) -> Tensor:
-    """Return the seed of the next step of the same run."""
+    """Return the seed of the step after that of `seed`, in the same run."""
     return seed + _STEP
 
 

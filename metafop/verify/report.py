@@ -13,6 +13,11 @@ class Row:
     Errors are relative to the size of the terms that are added up, Σᵢ |cᵢ| |∂θ'ᵢ/∂x|, so that terms which
     cancel do not count as disagreement. (A thousandth of Σᵢ |cᵢ| |θ'ᵢ - θᵢ| is added, for what has no
     derivative at all.)
+
+    optimizer, preconditioner, shape: what was checked, as text.
+    part: the leaf of meta in which the derivative is.
+    autograd, differences: the largest error of a number in it, against either.
+    worst_at: the number whose error is furthest off, such as "precond.w[0, 2]".
     """
 
     optimizer: str
@@ -30,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The rows of a check; printed, a table."""
+    """The `rows` of a check, one for each part of meta; printed, a table."""
 
     rows: tuple[Row, ...]
 

@@ -37,7 +37,7 @@ def check(
     shape: that of the one parameter, which is named "w" ((4, 3)).
     parts: names of leaves of meta, or the starts of some (all).
     seed: of the random problem (0).
-    hyper: the optimizer's hyperparameters by name (`lr=0.05` for `SGD()`).
+    hyper: the optimizer's hyperparameters by name (its defaults; `lr=0.05` where no optimizer is given).
 
     >>> from metafop import verify
     >>> verify.check(preconditioner=Dense()).ok
