@@ -97,7 +97,7 @@ class FOP(Optimizer):
             check_rules(preconditioner, [spec.name for spec in self._specs.values()])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own; where they have none, those given at first hold."""
+        """Add the parameters of a `param_group`; settings that it does not have are those given at first."""
         is_later = all(group is not param_group for group in self._base.param_groups)
         super().add_param_group(dict(param_group))
         group = self.param_groups[-1]
