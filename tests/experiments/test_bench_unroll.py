@@ -8,20 +8,24 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from experiments.__main__ import main
 
-SMALL = {"rounds": 1, "horizon": 2, "deep-horizon": 2, "long": 1, "batch": 4}
-NARROW = {"width": 4, "deep-width": 4, "channels": 2}
+SMALL = {"rounds": 1, "horizon": 2, "deep-horizon": 2, "small-horizon": 3, "long": 1, "batch": 4}
+NARROW = {"width": 4, "deep-width": 4, "small-width": 4, "channels": 2}
+WAYS = ("all", "sqrt", "log", "reversible", "forward")
+
+
+def flags(sizes):
+    return [f"--{name}={value}" for name, value in sizes.items()]
 
 
 def test_bench_unroll_measures_every_method_over_the_best_peer(tmp_path):
     pytest.importorskip("higher")
     pytest.importorskip("torchopt")
-    small = [f"--{name}={value}" for name, value in (SMALL | NARROW).items()]
     main(
         [
             "bench-unroll",
             "--out",
             str(tmp_path),
-            *small,
+            *flags(SMALL | NARROW),
             "--no-compiled",
             "--no-isolated",
             "--checked",
@@ -42,11 +46,23 @@ def test_bench_unroll_measures_every_method_over_the_best_peer(tmp_path):
     } <= summary.keys()
     assert summary["cnn_time_vs_plain_training"] == summary["cnn_t2_fast_time_vs_training"]
     assert summary["time_t2_over_t1"] > 0
+    assert summary["small_t3_forward_time_vs_all"] > 0
     assert summary["reversible_memory_t10_over_t1"] > 0
     assert summary["reversible_bits_per_parameter_step"] == 6.4  # one word of 64 bits, over ten steps
     assert "| torchopt |" in (tmp_path / "tables.md").read_text()
     assert (tmp_path / "unroll.png").stat().st_size > 10_000
     assert EventAccumulator(str(tmp_path)).Reload().Scalars("mlp_t2/frugal")[-1].step == 0
+
+
+def test_long_horizons_are_measured_alone_without_the_peers_and_their_ways_agree(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchopt", None)
+    sizes = flags(SMALL | NARROW)
+    main(["bench-unroll", "--out", str(tmp_path), *sizes, "--only-long-horizons", "--no-isolated"])
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    figures = ("seconds", "time_vs_all", "mib", "error")
+    assert list(summary) == [f"small_t3_{way}_{figure}" for way in WAYS for figure in figures]
+    assert all(summary[f"small_t3_{way}_error"] < 1e-10 for way in WAYS)
+    assert "| forward |" in (tmp_path / "tables.md").read_text()
 
 
 def test_a_missing_peer_is_named_with_its_remedy(monkeypatch):

@@ -6,8 +6,8 @@ from functools import partial
 from importlib.util import find_spec
 
 from experiments.benchmarks.timing import take_turns
-from experiments.benchmarks.unroll import check_costs, report
-from experiments.benchmarks.unroll.config import Config, cases
+from experiments.benchmarks.unroll import check_costs, long_horizons, report
+from experiments.benchmarks.unroll.config import Config, cases, small
 from experiments.benchmarks.unroll.measure import (
     Result,
     alone,
@@ -17,7 +17,7 @@ from experiments.benchmarks.unroll.measure import (
     reversible_memory,
 )
 from experiments.benchmarks.unroll.methods import METHODS, PEERS
-from experiments.reporting.summary import write_summary
+from experiments.reporting.summary import Summary, write_summary
 from experiments.runner import experiment
 from experiments.runner.progress import progress
 
@@ -25,28 +25,32 @@ __all__ = ["Config", "main"]
 
 
 def main(config: Config) -> None:
-    if missing := [name for name in PEERS if find_spec(name) is None]:
+    wanted = parts(config)
+    if "ways" in wanted and (missing := [name for name in PEERS if find_spec(name) is None]):
         sys.exit(
             f"bench-unroll compares with {' and '.join(missing)}, not installed here. "
             'Run: pip install "metafop[experiments,peers]"'
         )
     experiment.begin(config)
     results: dict[str, Result] = {}
-    runs = sum(len(METHODS) * (case.rounds + 2) for case in cases(config).values())
-    with cold_start(), progress(runs + 3 if config.ways else 1) as tick:
-        checked = {name: case for name, case in cases(config).items() if name != "deep"}
-        # By the processor's clock: other programs disturb the wall clock by more than the percent to measure.
-        turns = partial(take_turns, tick=lambda: None, clock=time.process_time)
-        figures = check_costs.costs(checked, config.checked, config.seed, config.compiled, turns)
-        tick("checks")
-        if config.ways:
+    figures: Summary = {}
+    with cold_start(), progress(sum(wanted.values())) as tick:
+        if "checks" in wanted:
+            figures |= checks(config)
+            tick("checks")
+        if "ways" in wanted:
             for name, case in cases(config).items():
                 results[f"{name}_t{case.horizon}"] = measure(config, name, tick)
             figures |= longer(config)
             tick("longer")
             figures |= alone(config, reversible_memory)
             tick("reversible")
-    check_costs.show(config.out, figures)
+        if "long horizons" in wanted:
+            figures |= long_horizons.costs(config, tick)
+    if "checks" in wanted:
+        check_costs.show(config.out, figures)
+    if "long horizons" in wanted:
+        long_horizons.show(config, figures)
     for name, result in results.items():
         figures |= report.figures_of(name, result)
         figures[f"{name.split('_')[0]}_time_vs_plain_training"] = figures[f"{name}_fast_time_vs_training"]
@@ -55,3 +59,22 @@ def main(config: Config) -> None:
         report.draw(config, results, figures)
     report.log(config, results, figures)
     write_summary(config.out, figures)
+
+
+def parts(config: Config) -> dict[str, int]:
+    """Return the parts to measure, each with the number of times that it moves the progress bar."""
+    counts = {
+        "checks": 1,
+        "ways": sum(len(METHODS) * (case.rounds + 2) for case in cases(config).values()) + 2,
+        "long horizons": len(long_horizons.WAYS) * (small(config).rounds + 1),
+    }
+    if config.only_long_horizons:
+        return {"long horizons": counts["long horizons"]}
+    return counts if config.ways else {"checks": counts["checks"]}
+
+
+def checks(config: Config) -> Summary:
+    checked = {name: case for name, case in cases(config).items() if name != "deep"}
+    # By the processor's clock: other programs disturb the wall clock by more than the percent to measure.
+    turns = partial(take_turns, tick=lambda: None, clock=time.process_time)
+    return check_costs.costs(checked, config.checked, config.seed, config.compiled, turns)
