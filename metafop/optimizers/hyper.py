@@ -203,7 +203,7 @@ def alike(new: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def at(value: Tensor | dict[str, Tensor], name: str) -> Tensor:
-    """Return the value for the parameter `name`."""
+    """Return the `value` for the parameter `name`: its own, or that of the first pattern that fits it."""
     return value[_key(value, name)] if isinstance(value, dict) else value
 
 

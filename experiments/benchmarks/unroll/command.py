@@ -6,7 +6,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from experiments.benchmarks.timing import take_turns
-from experiments.benchmarks.unroll import check_costs, long_horizons, report
+from experiments.benchmarks.unroll import check_costs, headline, long_horizons, report
 from experiments.benchmarks.unroll.config import Config, cases, small
 from experiments.benchmarks.unroll.measure import (
     Result,
@@ -57,6 +57,7 @@ def main(config: Config) -> None:
         report.show(config, name, result, figures)
     if results:
         report.draw(config, results, figures)
+        headline.draw(config.out / "headline.png", f"cnn_t{config.horizon}", figures)
     report.log(config, results, figures)
     write_summary(config.out, figures)
 

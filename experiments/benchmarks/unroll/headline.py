@@ -7,7 +7,12 @@ from matplotlib.figure import Figure
 from experiments.benchmarks.unroll.report import key
 from experiments.reporting.summary import Summary
 
-SHOWN = {"fast": "metafop, compiled", "fast, eager": "metafop", "torchopt": "torchopt", "higher": "higher"}
+SHOWN = {
+    "fast": "metafop, compiled",
+    "fast, eager": "metafop, eager",
+    "torchopt": "torchopt",
+    "higher": "higher",
+}
 OURS, THEIRS = "#0072b2", "#d55e00"
 
 
