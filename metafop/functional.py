@@ -2,33 +2,32 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-import copy
-import threading
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from metafop import randomness, tree
-from metafop.twice_differentiable import weight_norm
+from metafop.module_copies import Copies, copied
 from metafop.types import Batch, Buffers, Loss, Params
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
 _DRAWS = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 def plain(loss: Callable[[Params, Batch], Tensor], seeded: bool = False) -> Loss:
     """Return `loss(params, batch)` as a loss that takes buffers and hands them on as they are.
 
-    With `seeded=True` the loss may draw random numbers by torch's functions: those of buffers["seed"], which
-    is the run's seed and the number of the step. The same step draws the same numbers whenever it is taken.
+    - `loss`: returns a scalar, as a pure function of a dict of tensors and of a batch, which may be anything.
+    - `seeded`, by default False: whether the loss may draw random numbers by torch's functions. They are then
+      those of buffers["seed"], which is the run's seed and the number of the step. The same step draws the
+      same numbers whenever it is taken.
 
     >>> square = plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> square({"w": torch.tensor(3.0)}, {}, torch.tensor(1.0))
@@ -51,17 +50,30 @@ def plain(loss: Callable[[Params, Batch], Tensor], seeded: bool = False) -> Loss
 
 
 def from_module(
-    model: nn.Module, loss: Callable[[Callable[..., Any], Batch], Tensor], seeded: bool = False
+    model: ModelT, loss: Callable[[ModelT, Batch], Tensor], seeded: bool = False
 ) -> tuple[Loss, Params, Buffers]:
     """Return a pure loss, and copies of the model's trainable parameters and of its buffers.
 
-    `loss(model, batch)` is written as always, but can only call the model: what it is given is a function
-    that computes with the parameters and buffers of the call. The module itself is copied and never changed;
-    parameters that do not require a gradient stay as they are. For a loss in eval mode, call this once more
-    with `model.eval()`.
+    - `model`: is copied and never changed. Parameters that do not require a gradient stay as they are.
+    - `loss(model, batch)`: returns a scalar, and is written as always. It is given a copy of the model with
+      the parameters and buffers of the call, and may use all of it: `model(x)`, `model.encode(x)`,
+      `model[0].weight`, `model.parameters()`. Choose among parameters by name: they are plain tensors there,
+      and require a gradient only while one is taken. What is written into buffers is handed on.
+    - `seeded`, by default False: whether the model and the loss may draw random numbers, as dropout does.
+      They are those of buffers["seed"], as in `plain`; another run has another seed there: torch.tensor(7).
 
-    With `seeded=True` the model and the loss may draw random numbers, as dropout does. They are those of
-    buffers["seed"], as in `plain`; for another run, put another seed there: torch.tensor(7).
+    >>> def penalized(model, batch):
+    ...     return model(batch).mean() + 0.1 * sum(p.square().sum() for p in model.parameters())
+    >>> loss, params, buffers = from_module(torch.nn.Linear(2, 1), penalized)
+    >>> loss({"weight": torch.ones(1, 2), "bias": torch.ones(1)}, buffers, torch.ones(3, 2))
+    (tensor(3.3000), {})
+
+    A loss that would change later calls is refused: one that writes into parameters or converts them, or
+    leaves a module in another mode, or with other submodules, parameters, buffers or hooks registered. For a
+    loss in eval mode, call this once more with `model.eval()`. What is set in other attributes, such as a
+    count of calls or the last activations, is not seen, and the next call finds it there. Nor is, outside of
+    `Training.evaluate` or under torch.compile, what is written into the parameters of a call, or by `.data`
+    into any parameter.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.1))
     >>> loss, params, buffers = from_module(model, lambda model, batch: model(batch).mean(), seeded=True)
@@ -72,7 +84,7 @@ def from_module(
     if not isinstance(model, nn.Module):
         raise TypeError(f"from_module takes an nn.Module first, got {type(model).__name__}. Pass the model.")
     _refuse_impurity(model, seeded)
-    model = _copied(model)
+    model = copied(model)
     params = {k: p.detach() for k, p in model.named_parameters() if p.requires_grad}
     buffers = {k: b.detach() for k, b in model.named_buffers()}
     if seeded and "seed" in buffers:
@@ -81,19 +93,14 @@ def from_module(
         )
     names, written = params.keys(), list(buffers)
     buffer_names = {*written, "seed"} if seeded else {*written}
-    own = _Own(model)
+    copies = Copies(model, loss, {*names, *written})
 
     def pure(params: Params, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
         _check_names(params, buffers, names, buffer_names)
-        state = params | _writable({k: buffers[k] for k in written}, (params, buffers, batch))
-        module = model if torch.compiler.is_compiling() else own.module
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(module, state, args, kwargs)
-
+        writable = _writable({k: buffers[k] for k in written}, (params, buffers, batch))
         with _drawing(buffers, seeded):
-            value = loss(call, batch)
-        return value, _after(buffers, seeded) | {k: state[k] for k in written}
+            value, after = copies(params, writable, batch)
+        return value, _after(buffers, seeded) | after
 
     return pure, params, buffers | {"seed": torch.tensor(0)} if seeded else buffers
 
@@ -123,38 +130,6 @@ def _check_names(params: Params, buffers: Buffers, names: Set[str], buffer_names
             f"The buffers are {sorted(buffers)}, but the module has {sorted(buffer_names)}. "
             "Start with those that from_module returns: training.init(params, buffers)."
         )
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """Return a copy: what becomes of the caller's module, its mode for one, is no business of the loss."""
-    try:
-        model = copy.deepcopy(model)
-    except RuntimeError as error:
-        raise ValueError(
-            "from_module cannot copy the model, which keeps a tensor that was computed, such as its last "
-            "activations. Keep none, or pass the model before it is first called."
-        ) from error
-    module: Any
-    for module in model.modules():
-        if type(module).__name__ == "_WeightNorm":  # torch has no public name for it
-            module.forward = partial(_weight_norm, module.dim)
-    return model
-
-
-def _weight_norm(dim: int, weight_g: Tensor, weight_v: Tensor) -> Tensor:
-    return weight_norm(weight_v, weight_g, dim)
-
-
-class _Own(threading.local):
-    """A thread's own copy of the module objects, into which the tensors of a call are put.
-
-    It is made once for each thread, and shares all tensors: a copy takes no memory.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        attributes = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
-        tensors = (*model.parameters(), *model.buffers(), *attributes)
-        self.module = copy.deepcopy(model, {id(x): x for x in tensors})
 
 
 def _drawing(buffers: Buffers, seeded: bool) -> AbstractContextManager[Any]:

@@ -242,7 +242,7 @@ def test_threads_that_evaluate_one_loss_at_once_get_the_numbers_of_one_thread(ge
     assert_same_bits(together, alone)
 
 
-def test_the_copy_of_a_thread_shares_all_tensors_and_keeps_what_its_forward_counts():
+def test_what_a_forward_counts_in_an_attribute_is_there_in_the_next_call():
     class Impure(nn.Linear):
         calls = 0
 

@@ -15,7 +15,7 @@ LAYERS = [
     {"tree", "patterns"},
     {"randomness"},
     {"twice_differentiable", "hidden_derivatives"},
-    {"stopped_gradients"},
+    {"stopped_gradients", "module_copies"},
     {"functional", "optimizers", "preconditioners", "validation"},
     {"training", "leaf_names"},
     {"hypergradients", "safeguards"},
