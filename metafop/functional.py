@@ -24,10 +24,10 @@ _DRAWS = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.Fr
 def plain(loss: Callable[[Params, Batch], Tensor], seeded: bool = False) -> Loss:
     """Return `loss(params, batch)` as a loss that takes buffers and hands them on as they are.
 
-    - `loss`: returns a scalar, as a pure function of a dict of tensors and of a batch, which may be anything.
-    - `seeded`, by default False: whether the loss may draw random numbers by torch's functions. They are then
-      those of buffers["seed"], which is the run's seed and the number of the step. The same step draws the
-      same numbers whenever it is taken.
+    loss: returns a scalar, as a pure function of a dict of tensors and of a batch, which may be anything.
+    seeded: whether the loss may draw random numbers by torch's functions (False). They are then those of
+        buffers["seed"], which is the run's seed and the number of the step. The same step draws the same
+        numbers whenever it is taken.
 
     >>> square = plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> square({"w": torch.tensor(3.0)}, {}, torch.tensor(1.0))
@@ -54,13 +54,13 @@ def from_module(
 ) -> tuple[Loss, Params, Buffers]:
     """Return a pure loss, and copies of the model's trainable parameters and of its buffers.
 
-    - `model`: is copied and never changed. Parameters that do not require a gradient stay as they are.
-    - `loss(model, batch)`: returns a scalar, and is written as always. It is given a copy of the model with
-      the parameters and buffers of the call, and may use all of it: `model(x)`, `model.encode(x)`,
-      `model[0].weight`, `model.parameters()`. Choose among parameters by name: they are plain tensors there,
-      and require a gradient only while one is taken. What is written into buffers is handed on.
-    - `seeded`, by default False: whether the model and the loss may draw random numbers, as dropout does.
-      They are those of buffers["seed"], as in `plain`; another run has another seed there: torch.tensor(7).
+    model: is copied and never changed. Parameters that do not require a gradient stay as they are.
+    loss: `loss(model, batch)` returns a scalar, and is written as always. It is given a copy of the model
+        with the parameters and buffers of the call, and may use all of it: `model(x)`, `model.encode(x)`,
+        `model[0].weight`, `model.parameters()`. Choose among parameters by name: they are plain tensors
+        there, and require a gradient only while one is taken. What is written into buffers is handed on.
+    seeded: whether the model and the loss may draw random numbers, as dropout does (False). They are those of
+        buffers["seed"], as in `plain`; another run has another seed there: torch.tensor(7).
 
     >>> def penalized(model, batch):
     ...     return model(batch).mean() + 0.1 * sum(p.square().sum() for p in model.parameters())

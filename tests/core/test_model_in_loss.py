@@ -134,7 +134,7 @@ def started(model, loss):
     """Return a training of the model by the loss, meta and the first carry."""
     pure, params, buffers = functional.from_module(model, loss)
     training = Training(pure, Momentum())
-    meta = training.meta(params, Momentum().hyper(lr=0.1, decay=0.5))
+    meta = training.init_meta(params, lr=0.1, momentum=0.5)
     return training, meta, training.init(params, buffers)
 
 
