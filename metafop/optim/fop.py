@@ -23,19 +23,32 @@ class FOP(Optimizer):
 
     M' = meta_optimizer(M, ∂⟨∇J(θ), θ⟩/∂M),    θ' = optimizer(θ, P(M') ∇J(θ))
 
-    `params` are parameters, with or without names, groups of them, or an `nn.Module`, whose layers then tell
-    which weights are kernels. The base is an `optimizer_class` of torch's form, and takes all `settings` that
-    are not named here: lr, momentum and so on. Around SGD, with or without momentum, Adam and AdamW the
-    derivative is that of the step that they take; around any other, and with dampening or amsgrad, it is the
-    paper's rule: that of gradient descent with the base's lr.
+    Around SGD, with or without momentum, Adam and AdamW the derivative is that of the step that they take;
+    around any other, and with dampening or amsgrad, it is the paper's rule: that of gradient descent with the
+    base's lr. (docs/math.md, 26)
 
-    `preconditioner` is "fop" (kernels `Spatial`, matrices `LowRank(4)`, vectors none), "fop-norm", "s-hd" (a
-    rate for each tensor), "pp-hd" (one for each number), a family for all parameters, or a dict of families
-    by pattern of names. `preset="paper"` is Algorithm 1 to the letter, with Adam for M. `meta_lr`, `order`,
-    `credit` and `scale_free` overrule the preset, and mean what they mean to `Online`. `interval` is how many
-    steps are taken for each learned from. `learn` may also name "lr" and "momentum"; what is learned is on
-    top of what a scheduler sets (log lr, logit momentum). What starts at random starts from `seed`. All but
-    `preset`, `meta_optimizer` and `seed` can be set for each group. (docs/math.md, 26)
+    params: parameters, with or without names, groups of them, or an `nn.Module`, whose layers then tell which
+        weights are kernels.
+    optimizer_class: the base, a class of torch's form (`torch.optim.SGD`).
+    preconditioner: "fop" (kernels `Spatial`, matrices `LowRank(4)`, vectors none), "fop-norm" (the same,
+        normalized), "s-hd" (a rate for each tensor), "pp-hd" (one for each number), a family for all
+        parameters, or a dict of families by pattern of names ("fop").
+    preset: "default", or "paper", which is Algorithm 1 to the letter, with Adam for M; it sets the defaults
+        of five arguments below ("default").
+    meta_lr: the meta-optimizer's learning rate, zero or more (5e-3; with "paper" 1e-4).
+    meta_optimizer: what moves M, a pure optimizer of metafop's that needs no setting but an lr (`Adam()`).
+    order: "exact" steps with the M just learned, "paper" with the one before ("exact"; with "paper" "paper").
+    credit: what P is credited with: "velocity", all gradients that the base's step is made of, or "gradient",
+        the last one ("velocity"; with "paper" "gradient").
+    scale_free: whether hypergradients are divided by ‖∇J‖ ‖Δθ‖, so that they have no units (True; with
+        "paper" False).
+    interval: how many steps are taken for each that P is learned from, one or more (10; with "paper" 1).
+    learn: which of "precond", "lr" and "momentum"; the last two are learned from every step, as log lr and
+        logit momentum, on top of what a scheduler sets (("precond",)).
+    seed: an int, from which starts what starts at random (0).
+    settings: all others are the base's: lr, momentum and so on.
+
+    All but `optimizer_class`, `preset`, `meta_optimizer` and `seed` can be set for each group.
 
     >>> model = torch.nn.Linear(3, 1)
     >>> optimizer = metafop.optim.FOP(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -115,7 +128,10 @@ class FOP(Optimizer):
         return loss
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """Return scalars to log: spectra of every P, and where there are gradients their norms and angles.
+        """Return scalars to log: lr and momentum, spectra of every P, norms and angles of gradients, if any.
+
+        "hyper/lr/0" is the lr of group 0; a learned one as learned, with which the group took its last step.
+        `param_groups[0]["lr"]` is what a user or scheduler has set. The same holds for "hyper/momentum/0".
 
         >>> weight = torch.nn.Parameter(torch.ones(2, 3))
         >>> optimizer = metafop.optim.FOP([("w", weight)], lr=0.1, preconditioner=Dense())
@@ -243,10 +259,12 @@ class FOP(Optimizer):
         return new
 
     def _used(self, name: str) -> dict[str, Tensor]:
-        """Return a setting of each group, as learned, by the group's number."""
-        key = state.setting_keys(name).used
-        used = {str(i): group.get(key, group[name]) for i, group in enumerate(self.param_groups)}
-        return {i: torch.as_tensor(value).reshape(()) for i, value in used.items()}
+        """Return a setting of each group by the group's number; where it is learned, as in the last step."""
+        key, used = state.setting_keys(name).used, {}
+        for i, group in enumerate(self.param_groups):
+            value = group.get(key, group[name]) if name in group["learn"] else group[name]
+            used[str(i)] = torch.as_tensor(value).reshape(())
+        return used
 
 
 # Numbers in its state change with each step: torch.compile would compile each step anew.

@@ -79,6 +79,21 @@ def test_a_learned_lr_multiplies_what_the_scheduler_sets(schedule, generator):
     assert optimizer.param_groups[0]["fop_lr_offset"].abs().item() > 0.01
 
 
+def test_diagnostics_show_a_learned_lr_and_the_group_what_was_set(generator):
+    problem = task(generator)
+    optimizer = FOP(problem.params, lr=0.05, learn=("precond", "lr"), meta_lr=0.05)
+    group = optimizer.param_groups[0]
+    assert optimizer.diagnostics()["hyper/lr/0"] == group["lr"] == 0.05
+    problem.train(optimizer, steps=3)
+    learned = 0.05 * group["fop_lr_offset"].exp()
+    torch.testing.assert_close(optimizer.diagnostics()["hyper/lr/0"], learned, rtol=1e-12, atol=0)
+    assert abs(learned - 0.05) > 1e-3
+    assert group["lr"] == 0.05
+
+    group["learn"] = ("precond",)
+    assert optimizer.diagnostics()["hyper/lr/0"] == 0.05
+
+
 @IN_BOTH_PRECISIONS
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
 @every("make", ALL)
