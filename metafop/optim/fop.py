@@ -34,8 +34,8 @@ class FOP(Optimizer):
     preconditioner: "fop" (kernels `Spatial`, matrices `LowRank(4)`, vectors none), "fop-norm" (the same,
         normalized), "s-hd" (a rate for each tensor), "pp-hd" (one for each number), a family for all
         parameters, or a dict of families by pattern of names ("fop").
-    preset: "default", or "paper", which is Algorithm 1 to the letter, with Adam for M; the defaults of five
-        arguments below are its ("default").
+    preset: "default", or "paper", which is Algorithm 1 to the letter, with Adam for M; it sets the defaults
+        of five arguments below ("default").
     meta_lr: the meta-optimizer's learning rate, zero or more (5e-3; with "paper" 1e-4).
     meta_optimizer: what moves M, a pure optimizer of metafop's that needs no setting but an lr (`Adam()`).
     order: "exact" steps with the M just learned, "paper" with the one before ("exact"; with "paper" "paper").
