@@ -125,6 +125,11 @@ def _check_names(params: Params, buffers: Buffers, names: Set[str], buffer_names
             f"The parameters are {sorted(params)}, but the module has {sorted(names)}. "
             "The tree of parameters must not change."
         )
+    if buffers.keys() - buffer_names == {"seed"}:
+        raise ValueError(
+            "The buffers have a seed, for which this loss was not made. Make it with seeded=True, too: in "
+            "eval mode nothing draws from it."
+        )
     if buffers.keys() != buffer_names:
         raise ValueError(
             f"The buffers are {sorted(buffers)}, but the module has {sorted(buffer_names)}. "

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from metafop import diagnostics
-from metafop.types import Info, Meta, Params, Trains
+from metafop.types import Meta, Params, Trains
 
 try:
     from PIL import Image, ImageDraw
@@ -84,13 +84,13 @@ class Logger:
         """Write what still waits; nothing can be written afterwards."""
         self._events.close()
 
-    def info(self, step: int, info: Info) -> None:
+    def info(self, step: int, info: Mapping[str, Any]) -> None:
         """Write every scalar of `info`: booleans as 0 and 1, NaN as NaN.
 
         Tensors of several numbers are left out. `step` is the number of the step.
         """
         for name, value in info.items():
-            if value.numel() == 1:
+            if isinstance(value, Tensor) and value.numel() == 1:
                 self._scalar(step, name, value)
 
     def diagnostics(self, step: int, training: Trains, meta: Meta, grads: Params) -> None:

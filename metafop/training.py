@@ -88,6 +88,7 @@ class Training:
         buffers: what else the loss reads and changes, by name: statistics of batch norm, the seed (none).
         """
         validation.params(params)
+        validation.buffers(buffers or {})
         return Carry(params, self._rule.init(params), buffers or {})
 
     def evaluate(self, carry: Carry, batch: Batch) -> Seen:

@@ -113,7 +113,9 @@ def replace(x: Tree, new: dict[str, Tensor]) -> Tree:
     """Return `x` with the leaves that `new` names replaced."""
     old, (_, structure) = named(x), pytree.tree_flatten(x)
     if not new.keys() <= old.keys():
-        raise KeyError(f"there are no leaves {sorted(new.keys() - old.keys())}: there are {sorted(old)}.")
+        raise ValueError(
+            f"There are no leaves {sorted(new.keys() - old.keys())}. Name one of {sorted(old)} in full."
+        )
     return pytree.tree_unflatten([new.get(name, leaf) for name, leaf in old.items()], structure)
 
 

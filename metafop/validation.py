@@ -39,6 +39,13 @@ def preconditioners(preconditioners: Mapping[str, Any]) -> None:
         )
     for name, family in preconditioners.items():
         instance("Training", f"a preconditioner for {name!r}", family)
+        missing = [method for method in ("init", "apply", "pullback") if not hasattr(family, method)]
+        if missing:
+            raise TypeError(
+                f"A preconditioner has init, apply and pullback, got {family!r} for {name!r} without "
+                f"{', '.join(missing)}. Define them; by autograd, pullback is "
+                "tree.pull(lambda m: self.apply(m, grad), m, cotangent)."
+            )
 
 
 def params(params: Params) -> None:
@@ -60,6 +67,15 @@ def params(params: Params) -> None:
             raise TypeError(
                 f"The parameter {name!r} is an nn.Parameter, which would record the history of every step. "
                 "Pass its detach(), or what functional.from_module returns."
+            )
+
+
+def buffers(buffers: Buffers) -> None:
+    for name, buffer in buffers.items():
+        if not isinstance(buffer, Tensor):
+            raise TypeError(
+                f"The buffer {name!r} is {buffer!r}, a {type(buffer).__name__}, and buffers are tensors. "
+                f"Pass torch.tensor({buffer!r})."
             )
 
 

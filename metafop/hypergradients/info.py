@@ -34,6 +34,9 @@ def unroll_info(
     return info | {"overflow": torch.tensor(step), "notes": tuple(each for each in (note, *notes) if each)}
 
 
+_LARGE = 1e15  # what explodes is larger before it overflows
+
+
 def overflow(
     values: Tensor, params: Params, value: Tensor, grads: Meta, cotangents: Tensor | None
 ) -> tuple[int, str]:
@@ -53,6 +56,12 @@ def overflow(
     back = [] if cotangents is None else (~cotangents.isfinite()).nonzero()
     if len(back):
         t = int(back[-1])
+        if cotangents is not None and cotangents[t].isnan() and cotangents[t + 1] < _LARGE:
+            return t, (
+                f"Step {t} of {steps} has a derivative that is not a number, though ∂value/∂carry is of size "
+                f"{cotangents[t + 1]:.2g} after it: something in the loss or the optimizer has none there, "
+                "such as a root at zero. Guard it by torch.where, as Adam does."
+            )
         where = f"∂value/∂carry is not finite there. {remedy}"
         return t, f"The hypergradient overflowed at step {t} of {steps}, going back: {where}"
     return 0, f"The hypergradient overflowed as a sum, though no step of {steps} did. {remedy}"

@@ -1,5 +1,6 @@
 """The outer loss of an unroll: its value and its derivative in the last carry."""
 
+import inspect
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,8 @@ Cotangent = list[Tensor]  # one tensor for each floating-point leaf of a carry
 
 
 def value_of(outer_loss: OuterLoss, carry: Any) -> Tensor:
-    """Return the outer loss, or refuse what is no scalar."""
+    """Return the outer loss, or refuse what is no function of a carry, or no scalar."""
+    _check_signature(outer_loss)
     value = outer_loss(carry)
     if not isinstance(value, Tensor) or not value.is_floating_point():
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -23,6 +25,18 @@ def value_of(outer_loss: OuterLoss, carry: Any) -> Tensor:
             f"An outer loss returns a scalar, got a tensor of shape {tuple(value.shape)}. Take its mean()."
         )
     return value
+
+
+def _check_signature(outer_loss: OuterLoss) -> None:
+    try:
+        inspect.signature(outer_loss).bind(None)
+    except TypeError:
+        raise TypeError(
+            f"An outer loss is a function of a carry, got {outer_loss!r}, which is not. "
+            "Write for example lambda carry: loss(carry.params, carry.buffers, batch)[0]."
+        ) from None
+    except ValueError:  # it has no signature to look at
+        return
 
 
 def check_dependence(depends: bool) -> None:

@@ -67,7 +67,8 @@ class ByAutograd:
     rule: Any
 
     def __repr__(self) -> str:
-        return repr(self.rule)
+        plain = type(self.rule).__repr__ is object.__repr__  # an address, which tells nothing
+        return f"{type(self.rule).__name__}()" if plain else repr(self.rule)
 
     @property
     def domains(self) -> Domains:

@@ -190,7 +190,13 @@ def _check_patterns(optimizer: Optimizer, field: str, value: Any, moves: dict[st
     if not isinstance(value, dict):
         return
     left = [name for name in moves if patterns.first(tuple(value), name) is None]
-    if left or patterns.unused(value, moves):
+    unused = patterns.unused(value, moves)
+    if unused and not left:
+        raise ValueError(
+            f"{optimizer} got a {field} for {list(value)}, of which {unused} come first for none of "
+            f"{sorted(moves)}. The first pattern that fits counts: put narrow ones before '*'."
+        )
+    if left:
         raise ValueError(
             f"{optimizer} got a {field} for {list(value)}, but moves {sorted(moves)}. Give one "
             "value for each of these, by name or by pattern ('encoder.*', '*' for the rest), or one for all."

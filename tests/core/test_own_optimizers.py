@@ -166,6 +166,33 @@ def test_it_moves_what_fop_learns(generator):
     assert_same_bits(*ends)
 
 
+class Unguarded(RMSprop):
+    """RMSprop whose root has an infinite derivative where a gradient is zero."""
+
+    def update(self, hyper, params, opt, direction):
+        square = {k: hyper.alpha * opt[k] + (1 - hyper.alpha) * d**2 for k, d in direction.items()}
+        new = {k: p - hyper.lr * direction[k] / (square[k].sqrt() + hyper.eps) for k, p in params.items()}
+        return new, square
+
+
+def test_a_root_at_zero_is_told_from_a_derivative_that_explodes():
+    loss = functional.plain(lambda params, batch: (params["w"] * batch).square().sum())
+    notes = {}
+    for optimizer in (Unguarded(), RMSprop()):
+        training, params = Training(loss, optimizer), {"w": torch.ones(2)}
+        estimate = adjoint(
+            training,
+            lambda carry: carry.params["w"].sum(),
+            training.init_meta(params, lr=0.1, alpha=0.9, eps=1e-3),
+            training.init(params),
+            4 * [torch.tensor([1.0, 0.0])],
+        )
+        notes[type(optimizer)] = estimate.info["notes"]
+    assert "not a number" in notes[Unguarded][0]
+    assert "such as a root at zero" in notes[Unguarded][0]
+    assert notes[RMSprop] == ()
+
+
 class NoUpdate:
     domains = {"lr": Positive()}  # noqa: RUF012
 

@@ -28,6 +28,7 @@ from metafop import (
     assign,
     functional,
     safeguards,
+    tree,
     verify,
 )
 from metafop.hypergradients import adjoint, by_autograd
@@ -356,3 +357,56 @@ def test_a_batch_that_the_model_cannot_take_is_torchs_to_refuse(generator):
         problem.training(SGD()).evaluate(
             Training(problem.loss, SGD()).init(problem.params), (torch.ones(6, 9), None)
         )
+
+
+class NoPullback:
+    def init(self, param, generator=None):
+        return torch.ones(())
+
+    def apply(self, m, grad):
+        return m * grad
+
+
+MORE = {
+    "a preconditioner without a pullback": (
+        lambda: Training(loss, SGD(), {"w": cast(Any, NoPullback())}),
+        ["init, apply and pullback", "'w'", "without pullback", "tree.pull"],
+    ),
+    "a seed that is an integer": (
+        lambda: training.init(weights, {"seed": cast(Any, 7)}),
+        ["'seed' is 7", "torch.tensor(7)"],
+    ),
+    "a loss for an outer loss": (
+        lambda: adjoint(
+            training, cast(Any, loss), training.init_meta(weights, lr=0.1), training.init(weights), [None]
+        ),
+        ["outer loss", "function of a carry", "lambda carry"],
+    ),
+    "a carry and an outer loss that are swapped": (
+        lambda: adjoint(
+            training, cast(Any, training.init(weights)), training.init_meta(weights, lr=0.1), sum, [None]
+        ),
+        ["carry", "builtin_function", "training.init"],
+    ),
+    "a name in short where a leaf is replaced": (
+        lambda: tree.replace(training.init_meta(weights, lr=0.1), {"lr": torch.tensor(0.1)}),
+        ["['lr']", "hyper.lr", "in full"],
+    ),
+    "a loss without the seed of its buffers": (
+        lambda: _dropped(seeded=False)[0](
+            _dropped(seeded=True)[1], _dropped(seeded=True)[2], torch.ones(1, 2)
+        ),
+        ["seed", "seeded=True"],
+    ),
+}
+
+
+def _dropped(seeded):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    model.train(seeded)
+    return functional.from_module(model, lambda model, batch: model(batch).sum(), seeded=seeded)
+
+
+@pytest.mark.parametrize(("act", "words"), list(MORE.values()), ids=list(MORE))
+def test_what_is_easily_mistaken_gets_a_clear_sentence(act, words):
+    test_bad_input_gets_a_clear_sentence(act, words)
