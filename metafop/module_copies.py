@@ -77,8 +77,8 @@ class _Copy(nn.Module):
         """Return the loss with the tensors of `state`, in which those that it assigns to are replaced."""
         return functional_call(self, state, (loss, batch), tie_weights=False)  # the places say what is tied
 
-    # torch.compile calls this once, as it traces, and asks nothing of it when what it has built is called.
-    # What it has built puts changes into the module at its end. It traces again where one would be seen.
+    # torch.compile calls this while it traces, and never when the compiled code runs. A change that compiled
+    # code has left is found when torch.compile traces again, as it does before a call that would see it.
     @torch.compiler.assume_constant_result
     def check(self) -> None:
         """Refuse a loss that has left a module with another mode, or with other objects registered in it."""
