@@ -247,6 +247,10 @@ _KNOWN = {
         "The loss keeps a tensor from one call to the next in an attribute or a variable, which torch.func "
         "cannot follow. Make it a buffer (register_buffer), or return it with the buffers."
     ),
+    r"Tensor\.requires_grad_\(\)|\.data` inside functorch|backward\(\) called inside": (
+        "The loss calls requires_grad_ or backward, or assigns to .data, which torch.func cannot follow. Take "
+        "no gradient inside the loss: return its value, and freeze parameters before from_module."
+    ),
     r"would mutate a captured Tensor": (
         "The loss writes in place into a tensor that it was not given to write into, such as a frozen "
         "parameter, or a buffer of a loss that is not made by from_module. Make it a buffer of the module, "
