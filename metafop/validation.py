@@ -248,8 +248,8 @@ _KNOWN = {
         "cannot follow. Make it a buffer (register_buffer), or return it with the buffers."
     ),
     r"Tensor\.requires_grad_\(\)|\.data` inside functorch|backward\(\) called inside": (
-        "The loss calls requires_grad_ or backward, or assigns to .data, which torch.func cannot follow. Take "
-        "no gradient inside the loss: return its value, and freeze parameters before from_module."
+        "The loss calls requires_grad_ or backward, or assigns to .data, which torch.func cannot follow. "
+        "Take no gradient inside the loss: return its value, and freeze parameters before from_module."
     ),
     r"would mutate a captured Tensor": (
         "The loss writes in place into a tensor that it was not given to write into, such as a frozen "
