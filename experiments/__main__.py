@@ -11,40 +11,56 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple, get_args
 
+from experiments.runner import interruption
+from experiments.runner.interruption import Kept
 from experiments.runner.presets import Preset
 
 
 class Command(NamedTuple):
-    """Where a command is, and what it does."""
+    """Where a command is, what it does, and what it goes on from if it was interrupted."""
 
     module: str  # with a `Config` and a `main(config)`, and for some `PRESETS`
     summary: str  # the first line of the docstring of its `Config`
+    kept: Kept = Kept()
 
 
+RUNS = Kept(
+    "Finished runs and checkpoints are in {out}: the same command goes on from there.",
+    ("runs/*/result.json", "runs/*/checkpoint.pt"),
+)
 COMMANDS = {
     "compare": Command(
         "experiments.studies.compare.command",
         "Online against unrolled: when does the derivative of one step suffice to learn how to train?",
+        Kept(
+            "What was learned by unrolling is kept in {out}: the same command starts the rest again.",
+            ("unrolled/checkpoint.pt",),
+        ),
     ),
     "fetch": Command(
         "experiments.data.fetch",
         "Download MNIST and CIFAR-10, and check them by their md5; an altered file is replaced.",
+        Kept("Files that are complete stay: the same command fetches the others."),
     ),
     "cifar10": Command(
         "experiments.paper.cifar10",
         "The paper's table and curves on CIFAR-10: a 9-layer conv net, momentum, and FOP around it.",
+        RUNS,
     ),
     "mnist-rank": Command(
         "experiments.paper.mnist_rank",
         "The appendix's figures of ranks and of angles: a 4-layer net of 100 units on MNIST, P = I + M Mᵀ.",
+        RUNS,
     ),
     "robustness": Command(
         "experiments.paper.robustness",
         "Figure 3 of the paper: test accuracy by lr and momentum, and by Adam's lr, with FOP and without.",
+        RUNS,
     ),
     "structure": Command(
         "experiments.paper.structure",
         "The paper's figure of what is learned: every P of the 9-layer net on CIFAR-10, over training.",
+        RUNS,
     ),
     "theory": Command(
         "experiments.paper.theory.command",
@@ -53,10 +69,12 @@ COMMANDS = {
     "imagenet": Command(
         "experiments.paper.imagenet",
         "The paper's table and curves on ImageNet: ResNet-18, momentum, and FOP around it.",
+        RUNS,
     ),
     "bipedal": Command(
         "experiments.paper.bipedal.command",
         "The paper's figure of a biped that learns to walk by PPO: the best score so far, on two terrains.",
+        RUNS,
     ),
     "toy": Command(
         "experiments.paper.toy.command",
@@ -113,7 +131,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             'Run: pip install "metafop[experiments]"'
         )
     experiment = import_module(COMMANDS[name].module)
-    experiment.main(configured(name, experiment, arguments[1:]))
+    config = configured(name, experiment, arguments[1:])
+    try:
+        experiment.main(config)
+    except BaseException as error:
+        if not interruption.is_behind(error):
+            raise
+        raise KeyboardInterrupt(COMMANDS[name].kept.said(config)) from None
 
 
 def commands() -> ArgumentParser:
@@ -150,4 +174,4 @@ def asked(flags: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    interruption.run(main)
