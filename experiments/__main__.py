@@ -7,11 +7,12 @@ import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple, get_args
 
 from experiments.runner import interruption
+from experiments.runner.extras import require
 from experiments.runner.interruption import Kept
 from experiments.runner.presets import Preset
 
@@ -123,13 +124,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one of the experiments that reproduce and extend the FOP paper (Moskovitz et al., 2020)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    name = commands().parse_args(arguments[:1]).name
-    missing = [package for package in NEEDED if find_spec(package) is None]
-    if missing:
-        sys.exit(
-            f"The experiments need {', '.join(missing)}, not installed here. "
-            'Run: pip install "metafop[experiments]"'
-        )
+    name = named(arguments)
+    require(name, dict.fromkeys(NEEDED, "experiments"))
     experiment = import_module(COMMANDS[name].module)
     config = configured(name, experiment, arguments[1:])
     try:
@@ -140,8 +136,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise KeyboardInterrupt(COMMANDS[name].kept.said(config)) from None
 
 
+def named(arguments: Sequence[str]) -> str:
+    """Return the first argument, the name of a command; exits if it is none."""
+    parser = commands()
+    name = parser.parse_known_args(arguments[:1])[0].name
+    if name is None:
+        parser.error(f"NAME is missing: {parser.prog} --help lists the commands.")
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, 1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        parser.error(f"NAME is {name!r}, no command: {parser.prog} --help lists them.{meant}")
+    return name
+
+
 def commands() -> ArgumentParser:
-    """Return the parser of the first argument, the name of a command."""
+    """Return the parser of the first argument, which lists the commands in its help."""
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
     parser = ArgumentParser(
@@ -150,19 +159,24 @@ def commands() -> ArgumentParser:
         description=f"{main.__doc__}\n\n{listed}\n\nThe settings of each: python -m experiments NAME --help",
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", choices=COMMANDS, help="a command of the list above")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a command of the list above")
     return parser
 
 
 def configured(name: str, experiment: Any, flags: Sequence[str]) -> Any:
-    """Return the `Config` that the flags ask for."""
+    """Return the `Config` that the flags ask for; exits if a setting is not what it may be."""
     import tyro
 
+    from experiments.runner.settings import refusals
+
     prog = f"python -m experiments {name}"
-    if not hasattr(experiment, "PRESETS"):
-        return tyro.cli(experiment.Config, prog=prog, args=flags)
     # The defaults that are shown, and overruled, are those of the preset asked for.
-    return tyro.cli(experiment.Config, prog=prog, args=flags, default=experiment.PRESETS[asked(flags)])
+    preset = {"default": experiment.PRESETS[asked(flags)]} if hasattr(experiment, "PRESETS") else {}
+    config = tyro.cli(experiment.Config, prog=prog, args=flags, **preset)
+    if refused := list(refusals(config)):
+        print("\n".join(f"{prog}: error: {why}" for why in refused), file=sys.stderr)
+        sys.exit(2)
+    return config
 
 
 def asked(flags: Sequence[str]) -> str:

@@ -94,7 +94,7 @@ def run(*arguments):
 
 
 def test_the_list_of_commands_imports_no_command_and_no_torch():
-    light = {"experiments.runner.interruption", "experiments.runner.presets"}
+    light = {f"experiments.runner.{name}" for name in ("extras", "interruption", "presets")}
     assert run("--help") == {"experiments.__main__"} | light
 
 
