@@ -7,44 +7,61 @@ import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple, get_args
 
+from experiments.runner import interruption
+from experiments.runner.extras import require
+from experiments.runner.interruption import Kept
 from experiments.runner.presets import Preset
 
 
 class Command(NamedTuple):
-    """Where a command is, and what it does."""
+    """Where a command is, what it does, and what it goes on from if it was interrupted."""
 
     module: str  # with a `Config` and a `main(config)`, and for some `PRESETS`
     summary: str  # the first line of the docstring of its `Config`
+    kept: Kept = Kept()
 
 
+RUNS = Kept(
+    "Finished runs and checkpoints are in {out}: the same command goes on from there.",
+    ("runs/*/result.json", "runs/*/checkpoint.pt"),
+)
 COMMANDS = {
     "compare": Command(
         "experiments.studies.compare.command",
         "Online against unrolled: when does the derivative of one step suffice to learn how to train?",
+        Kept(
+            "What was learned by unrolling is kept in {out}: the same command starts the rest again.",
+            ("unrolled/checkpoint.pt",),
+        ),
     ),
     "fetch": Command(
         "experiments.data.fetch",
         "Download MNIST and CIFAR-10, and check them by their md5; an altered file is replaced.",
+        Kept("Files that are complete stay: the same command fetches the others."),
     ),
     "cifar10": Command(
         "experiments.paper.cifar10",
         "The paper's table and curves on CIFAR-10: a 9-layer conv net, momentum, and FOP around it.",
+        RUNS,
     ),
     "mnist-rank": Command(
         "experiments.paper.mnist_rank",
         "The appendix's figures of ranks and of angles: a 4-layer net of 100 units on MNIST, P = I + M Mᵀ.",
+        RUNS,
     ),
     "robustness": Command(
         "experiments.paper.robustness",
         "Figure 3 of the paper: test accuracy by lr and momentum, and by Adam's lr, with FOP and without.",
+        RUNS,
     ),
     "structure": Command(
         "experiments.paper.structure",
         "The paper's figure of what is learned: every P of the 9-layer net on CIFAR-10, over training.",
+        RUNS,
     ),
     "theory": Command(
         "experiments.paper.theory.command",
@@ -53,10 +70,12 @@ COMMANDS = {
     "imagenet": Command(
         "experiments.paper.imagenet",
         "The paper's table and curves on ImageNet: ResNet-18, momentum, and FOP around it.",
+        RUNS,
     ),
     "bipedal": Command(
         "experiments.paper.bipedal.command",
         "The paper's figure of a biped that learns to walk by PPO: the best score so far, on two terrains.",
+        RUNS,
     ),
     "toy": Command(
         "experiments.paper.toy.command",
@@ -105,19 +124,33 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one of the experiments that reproduce and extend the FOP paper (Moskovitz et al., 2020)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    name = commands().parse_args(arguments[:1]).name
-    missing = [package for package in NEEDED if find_spec(package) is None]
-    if missing:
-        sys.exit(
-            f"The experiments need {', '.join(missing)}, not installed here. "
-            'Run: pip install "metafop[experiments]"'
-        )
+    name = named(arguments)
+    require(name, dict.fromkeys(NEEDED, "experiments"))
     experiment = import_module(COMMANDS[name].module)
-    experiment.main(configured(name, experiment, arguments[1:]))
+    config = configured(name, experiment, arguments[1:])
+    try:
+        experiment.main(config)
+    except BaseException as error:
+        if not interruption.is_behind(error):
+            raise
+        raise KeyboardInterrupt(COMMANDS[name].kept.said(config)) from None
+
+
+def named(arguments: Sequence[str]) -> str:
+    """Return the first argument, the name of a command; exits if it is none."""
+    parser = commands()
+    name = parser.parse_known_args(arguments[:1])[0].name
+    if name is None:
+        parser.error(f"NAME is missing: {parser.prog} --help lists the commands.")
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, 1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        parser.error(f"NAME is {name!r}, no command: {parser.prog} --help lists them.{meant}")
+    return name
 
 
 def commands() -> ArgumentParser:
-    """Return the parser of the first argument, the name of a command."""
+    """Return the parser of the first argument, which lists the commands in its help."""
     width = max(map(len, COMMANDS))
     listed = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
     parser = ArgumentParser(
@@ -126,19 +159,24 @@ def commands() -> ArgumentParser:
         description=f"{main.__doc__}\n\n{listed}\n\nThe settings of each: python -m experiments NAME --help",
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", choices=COMMANDS, help="a command of the list above")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a command of the list above")
     return parser
 
 
 def configured(name: str, experiment: Any, flags: Sequence[str]) -> Any:
-    """Return the `Config` that the flags ask for."""
+    """Return the `Config` that the flags ask for; exits if a setting is not what it may be."""
     import tyro
 
+    from experiments.runner.settings import refusals
+
     prog = f"python -m experiments {name}"
-    if not hasattr(experiment, "PRESETS"):
-        return tyro.cli(experiment.Config, prog=prog, args=flags)
     # The defaults that are shown, and overruled, are those of the preset asked for.
-    return tyro.cli(experiment.Config, prog=prog, args=flags, default=experiment.PRESETS[asked(flags)])
+    preset = {"default": experiment.PRESETS[asked(flags)]} if hasattr(experiment, "PRESETS") else {}
+    config = tyro.cli(experiment.Config, prog=prog, args=flags, **preset)
+    if refused := list(refusals(config)):
+        print("\n".join(f"{prog}: error: {why}" for why in refused), file=sys.stderr)
+        sys.exit(2)
+    return config
 
 
 def asked(flags: Sequence[str]) -> str:
@@ -150,4 +188,4 @@ def asked(flags: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    interruption.run(main)

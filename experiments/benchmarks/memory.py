@@ -16,8 +16,10 @@ def peak_of_tensors(function: Callable[[Sequence[Any]], Any], batches: Sequence[
     """Return the most bytes of tensors there are at once in `function(batches)`, above those before it."""
     recorded = _Recorded(batches)
     recorded.start()
-    function(recorded)
-    recorded.stop()
+    try:
+        function(recorded)
+    finally:
+        recorded.stop()
     return recorded.peak
 
 

@@ -17,6 +17,7 @@ from experiments.reporting.summary import Summary, write_summary
 from experiments.reporting.tables import show_table
 from experiments.runner import experiment
 from experiments.runner.progress import progress
+from experiments.runner.settings import FromZero
 from experiments.vision import models
 from metafop import Adam, Momentum, Online, Training, assign, functional, hypergradients
 from metafop.tensorboard import Logger
@@ -32,7 +33,7 @@ class Config:
     wide: int = 32  # channels of the layers after
     compiled: bool = True  # measure under torch.compile too. Compiling takes about a minute a case
     threads: int = 1  # threads that torch may use
-    seed: int = 0
+    seed: FromZero[int] = 0
     out: Path = Path("runs/bench-online")  # folder for summary.json, config.json and the times
 
 

@@ -31,7 +31,10 @@ class Archive(NamedTuple):
 
 def named(data: Path | None) -> Path | None:
     """Return the folder of all data that the user named: by --data, else by METAFOP_DATA, else None."""
-    return data or (Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None)
+    folder = data or (Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None)
+    if folder is not None and folder.is_file():
+        raise SystemExit(f"{folder} is a file. Name the folder that holds the data, by --data or {FOLDER}.")
+    return folder
 
 
 def cache() -> Path:

@@ -11,11 +11,12 @@ from experiments.reporting.tables import show_table
 from experiments.runner import experiment, study
 from experiments.runner.presets import Preset
 from experiments.runner.runs import Finished
+from experiments.runner.settings import FromZero, MayBeEmpty
 from experiments.vision import result_tables
-from experiments.vision.config import PAPER, SMOKE, VisionConfig, common_task
+from experiments.vision.config import PAPER, SMOKE, VisionConfig, common_task, prepare
 from experiments.vision.methods import METHODS, Method, Name
 from experiments.vision.step_timing import Timing
-from experiments.vision.task import Classify, prepare
+from experiments.vision.task import Classify
 from experiments.vision.training_curves import draw_training
 
 COMPARED: tuple[Name, ...] = tuple(name for name in get_args(Name) if name != "adam-fop")
@@ -54,22 +55,27 @@ class Config(VisionConfig):
     """
 
     methods: tuple[Name, ...] = COMPARED  # momentum must be among them
-    validation: int = 5000  # images after those that are trained on
+    validation: FromZero[int] = 5000  # images after those that are trained on
     test: int = 10_000
     widths: tuple[int, int] = (16, 32)  # channels of the first three layers, and of the layers after
-    decay: float = 10.5  # epochs after which the learning rate is divided by ten
-    meta_lrs: tuple[float, ...] = (1e-3, 2e-3)  # of FOP, tried with the tuning seed besides its own
-    settings: int = 4  # learning rates that each method is tuned over; 0: the paper's, untuned
+    decay: FromZero[float] = 10.5  # epochs after which the learning rate is divided by ten
+    meta_lrs: MayBeEmpty[tuple[float, ...]] = (
+        1e-3,
+        2e-3,
+    )  # of FOP, tried with the tuning seed besides its own
+    settings: FromZero[int] = 4  # learning rates that each method is tuned over; 0: the paper's, untuned
     headline_seeds: int = 12  # of momentum, the printed rule and FOP
     out: Path = Path("runs/cifar10")
 
     def __post_init__(self) -> None:
         if "momentum" not in self.methods:
-            raise ValueError("methods must have momentum among them: the others are compared with it.")
+            raise ValueError(
+                f"methods={self.methods} lacks momentum, with which the others are compared. Name it too."
+            )
         if not 0 <= self.settings <= len(GRID) or (self.settings and not self.validation):
             raise ValueError(
                 f"settings must be from 0 to {len(GRID)}, and 0 if there are no validation images; got "
-                f"{self.settings} with {self.validation} images."
+                f"{self.settings} with {self.validation} images. Pass fewer settings, or more images."
             )
 
 
@@ -101,7 +107,7 @@ PRESETS: dict[Preset, Config] = {
 
 
 def main(config: Config) -> None:
-    prepare(config.source, config.data)
+    prepare(config, config.validation, config.test)
     experiment.begin(config)
     tuning = tuned(config)
     moved = with_meta_lrs(config, tuning)

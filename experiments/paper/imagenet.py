@@ -10,6 +10,7 @@ from experiments.data import image_folder
 from experiments.reporting.summary import write_summary
 from experiments.runner import experiment, study
 from experiments.runner.presets import Preset
+from experiments.runner.settings import FromZero
 from experiments.vision import imagenet_task, result_tables
 from experiments.vision.imagenet_task import ImageNetTask, ImageSet
 from experiments.vision.methods import Method
@@ -56,21 +57,23 @@ class Config:
     epochs: int = 12
     seeds: int = 3
     lr: float = 0.1
-    weight_decay: float = 1e-4
+    weight_decay: FromZero[float] = 1e-4
     size: int = 64  # pixels, of a side
     width: int = 16  # channels of the first layer: 64 in ResNet-18
     batch: int = 128
     rounds: int = 6  # of ten steps of each method, to measure their time
     half: bool = True  # mixed precision: bfloat16, or float16 on an accelerator without it
-    loaders: int = 1  # processes that read images, for each run
+    loaders: FromZero[int] = 1  # processes that read images, for each run
     workers: int = study.WORKERS  # runs side by side
-    seed: int = 0  # the first
+    seed: FromZero[int] = 0  # the first
     threads: int = 1  # of each run
     out: Path = Path("runs/imagenet")
 
     def __post_init__(self) -> None:
         if "momentum" not in self.methods:
-            raise ValueError("methods must have momentum among them: the others are compared with it.")
+            raise ValueError(
+                f"methods={self.methods} lacks momentum, with which the others are compared. Name it too."
+            )
         # With few channels, channels last, oneDNN's 1×1 kernels of stride 2 write past their memory; its 3×3
         # ones on a single pixel leave a part of the gradient unwritten in bfloat16.
         if self.width < 8 or self.size <= 16:

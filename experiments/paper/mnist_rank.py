@@ -19,10 +19,11 @@ from experiments.reporting.tables import show_table
 from experiments.runner import experiment, study
 from experiments.runner.presets import Preset
 from experiments.runner.runs import Finished
+from experiments.runner.settings import FromZero
 from experiments.vision import result_tables
-from experiments.vision.config import VisionConfig, common_task
+from experiments.vision.config import VisionConfig, common_task, prepare
 from experiments.vision.methods import METHODS, Method, Name
-from experiments.vision.task import Classify, prepare
+from experiments.vision.task import Classify
 
 Rule = Literal["fop-paper", "fop"]
 FULL = 784  # the first layer's; of the others it is 100
@@ -42,7 +43,15 @@ class Config(VisionConfig):
     """
 
     rules: tuple[Rule, ...] = ("fop-paper", "fop")
-    ranks: tuple[int, ...] = (0, 1, 2, 4, 16, 64, FULL)  # with 0; no more than a layer's inputs are used
+    ranks: tuple[FromZero[int], ...] = (
+        0,
+        1,
+        2,
+        4,
+        16,
+        64,
+        FULL,
+    )  # with 0; no more than a layer's inputs are used
     lrs: tuple[float, ...] = (0.001, 0.03)  # the first is low, the second one that suits momentum
     epochs: int = 5
     seeds: int = 5
@@ -55,8 +64,10 @@ class Config(VisionConfig):
     out: Path = Path("runs/mnist-rank")
 
     def __post_init__(self) -> None:
-        if 0 not in self.ranks or max(self.ranks) == 0:
-            raise ValueError("ranks must have 0 among them, with which the others are compared, and others.")
+        if 0 not in self.ranks or not any(self.ranks):
+            raise ValueError(
+                f"ranks={self.ranks} must have 0, with which the others are compared, and others. Name both."
+            )
 
 
 PRESETS: dict[Preset, Config] = {
@@ -85,7 +96,7 @@ Key = tuple[float, Name, int]  # learning rate, method, rank
 
 
 def main(config: Config) -> None:
-    prepare(config.source, config.data)
+    prepare(config, config.validation, config.test)
     experiment.begin(config)
     tasks = {key: [task(config, key, seed) for seed in config.all_seeds] for key in keys(config)}
     flat = [one for of_key in zip(*tasks.values(), strict=True) for one in of_key]

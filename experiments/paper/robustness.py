@@ -16,9 +16,10 @@ from experiments.reporting.tables import show_table
 from experiments.runner import experiment, study
 from experiments.runner.presets import Preset
 from experiments.runner.runs import Finished
-from experiments.vision.config import PAPER, SMOKE, VisionConfig, common_task
+from experiments.runner.settings import FromZero
+from experiments.vision.config import PAPER, SMOKE, VisionConfig, common_task, prepare
 from experiments.vision.methods import METHODS, Method, Name
-from experiments.vision.task import Classify, prepare
+from experiments.vision.task import Classify
 
 CHANCE = 0.15  # accuracy of ten classes below which a run has failed, if its loss is finite
 Tried = Literal["fop", "fop-paper-5e-4", "adam-fop"]
@@ -39,7 +40,7 @@ class Config(VisionConfig):
     """
 
     lrs: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-    momenta: tuple[float, ...] = (0.5, 0.8, 0.9, 0.95, 0.99)
+    momenta: tuple[FromZero[float], ...] = (0.5, 0.8, 0.9, 0.95, 0.99)
     adam_lrs: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
     methods: tuple[Tried, ...] = ("fop", "fop-paper-5e-4", "adam-fop")  # each beside its base
     epochs: int = 6
@@ -50,7 +51,7 @@ class Config(VisionConfig):
 
     def __post_init__(self) -> None:
         if self.seeds < 2:
-            raise ValueError(f"A deviation over seeds needs two, got seeds={self.seeds}.")
+            raise ValueError(f"A deviation over seeds needs two, got seeds={self.seeds}. Pass 2 or more.")
 
 
 PRESETS: dict[Preset, Config] = {
@@ -80,7 +81,7 @@ class Cells(NamedTuple):
 
 
 def main(config: Config) -> None:
-    prepare(config.source, config.data)
+    prepare(config, test=config.test)
     experiment.begin(config)
     names: list[Name] = list(dict.fromkeys(x for name in config.methods for x in (BASES[name], name)))
     tasks = {name: grid(config, name) for name in names}

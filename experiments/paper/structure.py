@@ -18,9 +18,10 @@ from experiments.reporting.tables import show_table
 from experiments.runner import experiment, study
 from experiments.runner.presets import Preset
 from experiments.runner.runs import Finished
-from experiments.vision.config import PAPER, SMOKE, VisionConfig, common_task
+from experiments.runner.settings import FromZero
+from experiments.vision.config import PAPER, SMOKE, VisionConfig, common_task, prepare
 from experiments.vision.methods import METHODS, Method
-from experiments.vision.task import Classify, prepare
+from experiments.vision.task import Classify
 from metafop import diagnostics
 
 Rule = Literal["fop-paper", "fop"]
@@ -42,13 +43,15 @@ class Config(VisionConfig):
     rules: tuple[Rule, ...] = ("fop-paper", "fop")
     layer: int = 4  # whose P is shown as images, from 1 to 7
     lr: float = 0.05
-    decay: float = 8.0  # epochs after which the learning rate is divided by ten
+    decay: FromZero[float] = 8.0  # epochs after which the learning rate is divided by ten
     widths: tuple[int, int] = (16, 32)  # channels of the first three layers, and of the layers after
     out: Path = Path("runs/structure")
 
     def __post_init__(self) -> None:
         if not 1 <= self.layer <= 7:
-            raise ValueError(f"layer must be one of the seven with 3×3 kernels, got {self.layer}.")
+            raise ValueError(
+                f"layer must be one of the seven with 3×3 kernels, got {self.layer}. Pass 1 to 7."
+            )
 
 
 PRESETS: dict[Preset, Config] = {
@@ -70,7 +73,7 @@ Matrices = Mapping[str, Tensor]  # by rule: (seeds, epochs, layers, 9, 9), with 
 
 
 def main(config: Config) -> None:
-    prepare(config.source, config.data)
+    prepare(config)
     experiment.begin(config)
     tasks = [task(config, name, seed) for seed in config.all_seeds for name in config.rules]
     done = study.carry_out(tasks, config.out, config.workers, config.threads)

@@ -31,6 +31,9 @@ class Config:
 
 
 def main(config: Config) -> None:
+    if not (TEMPLATES / f"{config.name}.md").exists():
+        known = ", ".join(sorted(path.stem for path in TEMPLATES.glob("*.md")))
+        raise SystemExit(f"There is no template of a page {config.name!r}. Name one of {known}.")
     out = config.out or Path("runs") / config.name
     if not (out / "summary.json").exists():
         raise SystemExit(

@@ -35,9 +35,11 @@ def begin(config: Settings) -> Generator:
     """Make the folder `out` with `config.json` in it, and return the generator of all random numbers.
 
     What an earlier run left there as `summary.json`, `tables.md` or `studied.txt`, or as TensorBoard events
-    in it or in `events`, is removed: it could be taken for this run's.
+    in it or in `events`, is removed: it could be taken for this run's. A folder of another experiment is
+    refused.
     """
     torch.set_num_threads(config.threads)
+    earlier(config)
     settings = {"experiment": type(config).__module__, "config": asdict(config)} | made_by()
     try:
         config.out.mkdir(parents=True, exist_ok=True)
@@ -52,6 +54,33 @@ def begin(config: Settings) -> Generator:
             f"Cannot write to --out {config.out} ({error.strerror}). Pass a folder that can be written."
         ) from None
     return Generator().manual_seed(config.seed)
+
+
+def earlier(config: Settings) -> dict[str, Any]:
+    """Return the `config.json` that an earlier run of this experiment left in `out`; {} if none can be read.
+
+    Raises SystemExit if it is another's.
+    """
+    file = config.out / "config.json"
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    match found:
+        case {"experiment": str(owner)} if owner == type(config).__module__ or not _module(owner).exists():
+            return found  # a module that is no more was moved, and may have been this one
+        case {"experiment": str(owner)}:
+            pass
+        case _:
+            owner = "another program"
+    raise SystemExit(
+        f"--out {config.out} holds the files of {owner}, and some would be overwritten. Pass another folder, "
+        f"or delete {file} to use this one."
+    )
+
+
+def _module(name: str) -> Path:
+    return Path(__file__).parents[2].joinpath(*name.split(".")).with_suffix(".py")
 
 
 @cache

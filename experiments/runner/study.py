@@ -33,7 +33,7 @@ def carry_out(tasks: Sequence[Task], out: Path, workers: int, threads: int = 1) 
     """
     if workers < 1:
         raise SystemExit(f"A study needs a worker, got --workers {workers}. Pass 1 or more.")
-    waiting = [task for task in tasks if runs.finished(task, out) is None]
+    waiting = list(dict.fromkeys(task for task in tasks if runs.finished(task, out) is None))
     with ProgressBoard(tasks, waiting) as board:
         if workers == 1 or len(waiting) < 2:
             torch.set_num_threads(threads)
@@ -64,7 +64,8 @@ def _run_one(task: Task, out: Path, tick: Callable[[float], None]) -> Finished |
         return str(error)
     except (Exception, SystemExit) as error:
         _write_error(task, out, traceback.format_exc())
-        return f"FAILED: {error}"
+        said = str(error).strip() or repr(error)
+        return f"FAILED: {said.splitlines()[-1]}"  # of an error in another process, its traceback comes first
     (finished.folder / "error.txt").unlink(missing_ok=True)
     return finished
 

@@ -17,6 +17,7 @@ from experiments.reporting.summary import Summary, write_summary
 from experiments.reporting.tables import show_table
 from experiments.runner import experiment
 from experiments.runner.progress import progress
+from experiments.runner.settings import FromZero
 from experiments.vision import models
 from metafop import (
     Adam,
@@ -50,7 +51,7 @@ class Config:
     batch: int = 64  # images in a batch
     narrow: int = 8  # channels of the first three layers
     wide: int = 16  # channels of the layers after
-    seed: int = 0  # of the data's split, the networks and the batches
+    seed: FromZero[int] = 0  # of the data's split, the networks and the batches
     threads: int = 2  # that torch may use
     out: Path = Path("runs/defaults")  # folder for the picture and the numbers
 

@@ -1,14 +1,17 @@
 """What the experiments on MNIST and CIFAR-10 share: settings, presets, and the run of a method and a seed."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments import data
+from experiments.data import files
 from experiments.runner import study
 from experiments.runner.presets import Preset
+from experiments.runner.settings import FromZero
 from experiments.vision.methods import Method
-from experiments.vision.task import Classify
+from experiments.vision.task import Classify, shortage
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class VisionConfig:
     batch: int = 128
     data: Path | None = None  # folder that holds cifar10/ or mnist/; if None, METAFOP_DATA, else fetched
     workers: int = study.WORKERS  # runs side by side
-    seed: int = 0  # the first
+    seed: FromZero[int] = 0  # the first
     threads: int = 1  # of each run
     out: Path = Path("runs")
 
@@ -36,6 +39,22 @@ class VisionConfig:
 # What the presets on CIFAR-10 have in common, to be given to a `Config` with what is its own.
 SMOKE: dict[str, Any] = {"preset": "smoke", "source": "generated", "widths": (2, 4), "workers": 1}
 PAPER: dict[str, Any] = {"preset": "paper", "images": 50_000, "widths": (96, 192), "epochs": 150}
+
+
+def prepare(config: VisionConfig, validation: int = 0, test: int = 0) -> None:
+    """Set the data folder for this process and its workers.
+
+    Raises SystemExit at once if the dataset cannot be read, or has fewer images than are needed.
+    """
+    if config.batch > config.images:
+        raise SystemExit(
+            f"There are {config.images} images to train on, fewer than a batch of {config.batch}. Pass a "
+            "smaller --batch."
+        )
+    if config.data is not None:
+        os.environ[files.FOLDER] = str(config.data)
+    if why := shortage(config.source, config.images, validation, test):
+        raise SystemExit(why)
 
 
 def common_task(config: VisionConfig, method: Method, seed: int) -> Classify:

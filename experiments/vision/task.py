@@ -1,10 +1,8 @@
 """One network trained on images in memory: the run that the studies on MNIST and CIFAR-10 are made of."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -12,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 
 from experiments import data
-from experiments.data import files
 from experiments.vision import models
 from experiments.vision.loop import InMemoryFeed, Loop
 from experiments.vision.methods import Method
@@ -80,11 +77,16 @@ class Classify:
             return net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
 
-def prepare(name: data.Name, folder: Path | None) -> None:
-    """Set the data folder for this process and its workers; raises at once if the dataset cannot be read."""
-    if folder is not None:
-        os.environ[files.FOLDER] = str(folder)
-    data.load(name)
+def shortage(name: data.Name, images: int, validation: int, test: int) -> str | None:
+    """Return in what a dataset has fewer images than are asked for, if it has."""
+    found = data.load(name)
+    training, tested = len(found.training.labels), len(found.test.labels)
+    if images + validation <= training and test <= tested:
+        return None
+    return (
+        f"{name} has {training} training and {tested} test images; {images} to train on, {validation} to "
+        f"validate on and {test} to test on were asked for. Ask for fewer."
+    )
 
 
 class Labelled(NamedTuple):
@@ -101,13 +103,9 @@ class Split(NamedTuple):
 @lru_cache(maxsize=2)
 def split(name: data.Name, images: int, validation: int, test: int, pool: int) -> Split:
     """Return the parts, each channel standardised by the mean and deviation over the training part."""
-    found = data.load(name)
-    asked, there = images + validation, len(found.training.labels)
-    if asked > there or test > len(found.test.labels):
-        raise ValueError(
-            f"{name} has {there} training and {len(found.test.labels)} test images; {images} to train on, "
-            f"{validation} to validate on and {test} to test on were asked for. Ask for fewer."
-        )
+    if why := shortage(name, images, validation, test):
+        raise ValueError(why)
+    found, asked = data.load(name), images + validation
     device = "cuda" if torch.cuda.is_available() else "cpu"
     first = pooled(found.training.images[:asked], pool)
     last = pooled(found.test.images[:test], pool)

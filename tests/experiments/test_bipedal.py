@@ -1,8 +1,8 @@
 """`bipedal` runs from its command, and refuses what it cannot run."""
 
-import importlib.util
 import json
 import multiprocessing
+import sys
 from dataclasses import replace
 
 import pytest
@@ -37,10 +37,15 @@ def test_the_command_writes_a_figure_tables_and_recordings(tmp_path, capsys, mon
 
 
 def test_what_is_not_installed_is_said_in_one_sentence(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "Box2D" else found(name))
-    said = refusal(command.main, command.PRESETS["smoke"])
-    assert said == 'bipedal needs Box2D, not installed here. Run: pip install "metafop[rl]"'
+    smoke = command.PRESETS["smoke"]
+    monkeypatch.setitem(sys.modules, "Box2D", None)
+    said = refusal(command.main, smoke)
+    assert said == 'bipedal needs Box2D, which is not installed: pip install "metafop[rl]".'
+    monkeypatch.setitem(sys.modules, "stable_baselines3", None)
+    said = refusal(command.main, replace(smoke, methods=("adam-sb3",)))
+    assert said == (
+        'bipedal needs Box2D and stable_baselines3, which are not installed: pip install "metafop[peers,rl]".'
+    )
 
 
 def test_its_settings_do_not_need_what_its_runs_need():

@@ -65,6 +65,24 @@ def test_a_data_folder_without_the_data_is_refused_before_anything_runs(tmp_path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--images", "500"],
+            "has 512 training and 256 test images; 500 to train on, 128 to .* Ask for fewer",
+        ),
+        (["--test", "257"], "has 512 training and 256 test images; .* 257 to test on .* Ask for fewer"),
+        (["--batch", "300"], "256 images to train on, fewer than a batch of 300. Pass a smaller --batch"),
+    ],
+    ids=str,
+)
+def test_more_images_than_there_are_is_refused_before_anything_runs(flags, said, tmp_path):
+    with pytest.raises(SystemExit, match=said):
+        main(["cifar10", "--preset", "smoke", "--out", str(tmp_path / "out"), *flags])
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("settings", [-1, 5])
 def test_as_many_settings_as_the_grid_has_can_be_tuned(settings):
     with pytest.raises(ValueError, match="settings must be from 0 to 4"):

@@ -172,6 +172,14 @@ def test_mnist_is_read_unpacked_and_packed_again(here):
     same(mnist.load(here), expected)
 
 
+def test_a_file_in_place_of_the_folder_of_all_data_is_refused(tmp_path):
+    (tmp_path / "data.tar").touch()
+    with pytest.raises(
+        SystemExit, match=r"data\.tar is a file\. Name the folder that holds the data, by --data"
+    ):
+        files.named(tmp_path / "data.tar")
+
+
 def test_a_missing_file_is_named_with_its_md5_and_the_command_that_fetches_it(here):
     (here / "mnist" / "t10k-labels-idx1-ubyte.gz").unlink()
     message = refusal(mnist.load, here)
@@ -272,7 +280,8 @@ def test_without_internet_the_address_the_md5_and_the_way_by_hand_are_named(tmp_
 
 def test_a_folder_that_cannot_be_made_is_named(served, tmp_path):
     (tmp_path / "file").touch()
-    assert f"Cannot write to {tmp_path / 'file'}" in refusal(fetch.main, fetch.Config(data=tmp_path / "file"))
+    inside = tmp_path / "file" / "inside"
+    assert f"Cannot write to {inside}" in refusal(fetch.main, fetch.Config(data=inside))
 
 
 @pytest.mark.parametrize("name", ["generated", "generated-digits"])

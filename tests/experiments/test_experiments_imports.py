@@ -27,7 +27,7 @@ FILES = {
     if path.name != "__init__.py"
 }
 MODULES = [name for name in FILES if name != "experiments.__main__"]
-SHARED_BY_BENCHMARKS = {"experiments.benchmarks.memory", "experiments.benchmarks.timing"}
+SHARED_BY_BENCHMARKS = {f"experiments.benchmarks.{name}" for name in ("isolation", "memory", "timing")}
 
 
 @cache
@@ -94,7 +94,8 @@ def run(*arguments):
 
 
 def test_the_list_of_commands_imports_no_command_and_no_torch():
-    assert run("--help") == {"experiments.__main__", "experiments.runner.presets"}
+    light = {f"experiments.runner.{name}" for name in ("extras", "interruption", "presets")}
+    assert run("--help") == {"experiments.__main__"} | light
 
 
 @pytest.mark.parametrize("name", ["toy", "bench-overhead", "bipedal"])

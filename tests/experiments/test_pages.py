@@ -70,6 +70,11 @@ def test_a_figure_that_was_not_measured_is_refused(results, out):
         page.main(page.Config("cifar10", out))
 
 
+def test_a_page_without_a_template_is_refused(results):
+    with pytest.raises(SystemExit, match=r"no template of a page 'cifar'\. Name one of cifar10\."):
+        page.main(page.Config("cifar"))
+
+
 def test_a_study_without_its_end_is_refused(results, tmp_path):
     with pytest.raises(SystemExit, match=r"no summary\.json\. Run: python -m experiments cifar10 --out"):
         page.main(page.Config("cifar10", tmp_path))

@@ -49,6 +49,32 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path):
 
 
 @dataclass(frozen=True)
+class Misread(Classify):
+    """A run whose error tells of another process, as that of images that are read by several."""
+
+    kind: ClassVar[str] = "misread"
+
+    def start(self):
+        raise RuntimeError(
+            "Caught RuntimeError in process 0.\nTraceback:\n  …\nRuntimeError: Cannot read a.png.\n"
+        )
+
+
+def test_the_last_line_of_a_long_error_is_shown_and_all_of_it_kept(tmp_path, capsys):
+    misread = Misread(**{field.name: getattr(SHORT, field.name) for field in fields(SHORT)})
+    with pytest.raises(SystemExit):
+        study.carry_out([misread], tmp_path, workers=1)
+    assert "FAILED: RuntimeError: Cannot read a.png. (0 s)" in capsys.readouterr().out
+    assert "in process 0" in (runs.folder_of(misread, tmp_path) / "error.txt").read_text()
+
+
+def test_a_run_that_is_asked_for_twice_is_run_once(tmp_path, capsys):
+    first, again = study.carry_out([SHORT, replace(SHORT)], tmp_path, workers=2)
+    assert first == again
+    assert capsys.readouterr().out.count(SHORT.name) == 1
+
+
+@dataclass(frozen=True)
 class Killed(Classify):
     """A run whose process is killed, as by the system when memory is short."""
 

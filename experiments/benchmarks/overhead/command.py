@@ -1,16 +1,15 @@
 """What FOP adds to the time of a training step: over the optimizer around which it is, and against others."""
 
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from unittest.mock import patch
 
 import torch
 
+from experiments.benchmarks.isolation import isolated
 from experiments.benchmarks.overhead import report
 from experiments.benchmarks.overhead.config import Config, nets
 from experiments.benchmarks.overhead.measure import CLOCKS, WARMUP, Memory, Net, measure, memory_of, overheads
@@ -50,12 +49,9 @@ def main(config: Config) -> None:
 
 def memories(net: Net, tick: Callable[[], None]) -> dict[str, Memory]:
     """Return the memory of each optimizer, found in a process of its own in which nothing was held before."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["experiments.benchmarks.overhead.measure"])
-    found = {}
+    preload, found = [Net.__module__], {}
     with patch.dict(os.environ, KINETO_LOG_LEVEL="99"):  # silences torch's profiler
         for method in net.methods:
-            with ProcessPoolExecutor(1, mp_context=context) as pool:
-                found[method] = pool.submit(memory_of, net, method).result()
+            found[method] = isolated(preload, memory_of, net, method)
             tick()
     return found

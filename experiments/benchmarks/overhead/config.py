@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from experiments.benchmarks.overhead.measure import CLASSES, PEERS, PERIOD, Net
+from experiments.runner.settings import FromZero
 from experiments.vision import models
 
 Name = Literal["mlp", "cnn9_16_32", "cnn9_96_192", "resnet18"]
@@ -31,7 +32,7 @@ class Config:
     memory: bool = True  # measure memory too, in a process for each optimizer
     clock: Literal["wall", "cpu"] = "wall"  # "cpu" leaves out waiting for a busy machine; for one thread only
     threads: int = 1  # threads that torch may use
-    seed: int = 0
+    seed: FromZero[int] = 0
     out: Path = Path("runs/bench-overhead")  # folder for summary.json, config.json, the tables and the figure
 
 

@@ -1,9 +1,7 @@
 """What a hypergradient through many steps costs in time and memory: ours, the peers', and training alone."""
 
-import sys
 import time
 from functools import partial
-from importlib.util import find_spec
 
 from experiments.benchmarks.timing import take_turns
 from experiments.benchmarks.unroll import check_costs, headline, long_horizons, report
@@ -19,6 +17,7 @@ from experiments.benchmarks.unroll.measure import (
 from experiments.benchmarks.unroll.methods import METHODS, PEERS
 from experiments.reporting.summary import Summary, write_summary
 from experiments.runner import experiment
+from experiments.runner.extras import require
 from experiments.runner.progress import progress
 
 __all__ = ["Config", "main"]
@@ -26,11 +25,8 @@ __all__ = ["Config", "main"]
 
 def main(config: Config) -> None:
     wanted = parts(config)
-    if "ways" in wanted and (missing := [name for name in PEERS if find_spec(name) is None]):
-        sys.exit(
-            f"bench-unroll compares with {' and '.join(missing)}, not installed here. "
-            'Run: pip install "metafop[experiments,peers]"'
-        )
+    if "ways" in wanted:
+        require("bench-unroll", dict.fromkeys(PEERS, "peers"))
     experiment.begin(config)
     results: dict[str, Result] = {}
     figures: Summary = {}

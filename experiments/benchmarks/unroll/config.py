@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from experiments.benchmarks.unroll.methods import CLASSES, Case, convnet
+from experiments.runner.settings import FromZero
 from experiments.vision import models
 
 
@@ -28,7 +29,7 @@ class Config:
     compiled: bool = True  # compile ours. Takes about a minute a case
     isolated: bool = True  # a process for each measure of memory. Without, resident memory is not reported
     threads: int = 1  # threads that torch may use
-    seed: int = 0
+    seed: FromZero[int] = 0
     out: Path = Path("runs/bench-unroll")  # folder for summary.json, config.json, the tables and the figure
 
 

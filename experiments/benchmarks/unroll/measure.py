@@ -1,10 +1,8 @@
 """Time and peak memory of each method on each network; memory in a process of its own."""
 
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -13,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 
+from experiments.benchmarks.isolation import isolated
 from experiments.benchmarks.memory import peak_of_tensors, peak_resident
 from experiments.benchmarks.timing import ratio, take_turns
 from experiments.benchmarks.unroll.config import Config, cases
@@ -115,7 +114,4 @@ def alone(config: Config, function: Callable[..., Any], *args: Any) -> Any:
     """Call the function, if wanted in a process of its own in which nothing has been allocated before."""
     if not config.isolated:
         return function(config, *args)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *PEERS, "torch._dynamo", "torch._inductor"])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(function, config, *args).result()
+    return isolated([__name__, *PEERS, "torch._dynamo", "torch._inductor"], function, config, *args)

@@ -1,7 +1,6 @@
 """The paper's reinforcement learning: a biped that learns to walk by PPO, with FOP and without."""
 
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -10,7 +9,9 @@ from experiments.paper.bipedal.settings import RATES, Name, Terrain, Through
 from experiments.paper.bipedal.task import BipedalTask
 from experiments.reporting.summary import write_summary
 from experiments.runner import experiment, study
+from experiments.runner.extras import require
 from experiments.runner.presets import Preset
+from experiments.runner.settings import FromZero
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,14 @@ class Config:
     steps: int = 1_000_000  # on the standard terrain, of all environments together
     rough_steps: int = 500_000
     seeds: int = 3
-    rough_seeds: int = 3  # 0 leaves that terrain out
+    rough_seeds: FromZero[int] = 3  # 0 leaves that terrain out
     environments: int = 8  # side by side in each run
-    landscape: int = 0  # seed of the terrains
+    landscape: FromZero[int] = 0  # seed of the terrains
     ppo: Settings = field(default_factory=Settings)
     scored: int = 20  # the last episodes, whose mean return is a score
     through: Through = "optim"  # how the policy is improved; "functional" gives the same numbers
     workers: int = study.WORKERS  # runs side by side
-    seed: int = 0  # the first
+    seed: FromZero[int] = 0  # the first
     threads: int = 1  # of each run
     out: Path = Path("runs/bipedal")
 
@@ -108,12 +109,7 @@ PRESETS: dict[Preset, Config] = {
 def main(config: Config) -> None:
     needed = {"gymnasium": "rl", "Box2D": "rl"}
     needed |= {"stable_baselines3": "peers"} if "adam-sb3" in config.methods else {}
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        extras = ",".join(sorted({needed[name] for name in missing}))
-        raise SystemExit(
-            f'bipedal needs {" and ".join(missing)}, not installed here. Run: pip install "metafop[{extras}]"'
-        )
+    require("bipedal", needed)
     from experiments.paper.bipedal import report  # needs the extra `rl`
 
     experiment.begin(config)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor, nn
 
+from experiments.runner.settings import FromZero
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -23,10 +25,10 @@ class Settings:
     horizon: int = 256  # steps that each environment takes between two improvements of the policy
     epochs: int = 10  # times that each of these steps is learned from
     minibatch: int = 32
-    discount: float = 0.99
-    trace: float = 0.95  # λ of the advantages
+    discount: FromZero[float] = 0.99
+    trace: FromZero[float] = 0.95  # λ of the advantages
     clip: float = 0.2  # ε
-    value_weight: float = 0.5  # c
+    value_weight: FromZero[float] = 0.5  # c
     max_norm: float = 0.5  # of the gradient; a larger one is scaled down
 
 

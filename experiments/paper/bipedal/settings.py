@@ -50,6 +50,11 @@ class RunSettings(ABC):
 
     def __post_init__(self) -> None:
         at_once = self.environments * self.ppo.horizon
+        if min(self.environments, self.ppo.horizon) < 1:
+            raise ValueError(
+                f"A run has one environment or more, and a horizon of one step or more, got "
+                f"environments={self.environments} and ppo.horizon={self.ppo.horizon}. Pass such numbers."
+            )
         if self.steps < at_once:
             raise ValueError(
                 f"The policy is improved after {at_once} steps, got steps={self.steps}. Pass more."

@@ -15,6 +15,7 @@ from experiments.reporting.summary import write_summary
 from experiments.runner import experiment
 from experiments.runner.presets import Preset
 from experiments.runner.progress import progress
+from experiments.runner.settings import FromZero
 from metafop import tree
 
 
@@ -33,7 +34,7 @@ class Config:
     dimension: int = 4  # numbers in θ
     meta_lrs: tuple[float, ...] = (0.01, 0.1, 1.0)  # ρ, the learning rates of M in Theorem 2
     limit: float = 0.5  # p∞ of Theorem 2, to be below 1/L = 1
-    seed: int = 0  # of all problems and starts
+    seed: FromZero[int] = 0  # of all problems and starts
     threads: int = 1
     out: Path = Path("runs/theory")
 

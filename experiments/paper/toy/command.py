@@ -20,13 +20,14 @@ from experiments.reporting.summary import Summary, write_summary
 from experiments.reporting.tables import show_table
 from experiments.runner import experiment
 from experiments.runner.progress import progress
+from experiments.runner.settings import AnySign, FromZero
 from metafop import tree
 from metafop.tensorboard import Logger
 
 
 @dataclass(frozen=True)
 class Descent:
-    start: tuple[float, float]  # where the runs of the figure start
+    start: tuple[AnySign[float], AnySign[float]]  # where the runs of the figure start
     lr: float  # learning rate of every method
     box: float  # random starts are uniform in [-box, box]²
 
@@ -47,12 +48,8 @@ class Config:
     steps: int = 10_000  # steps at most in the figure
     starts: int = 100  # random starts for each function
     sweep_steps: int = 1500  # steps at most from a random start
-    seed: int = 0  # seed of the random starts
+    seed: FromZero[int] = 0  # seed of the random starts
     threads: int = 1  # threads that torch may use
-
-    def __post_init__(self) -> None:
-        if min(self.starts, self.steps, self.sweep_steps, *self.grid) <= 0:
-            raise ValueError("starts, steps, sweep_steps and every ρ must be above zero.")
 
     @property
     def grid(self) -> list[float]:

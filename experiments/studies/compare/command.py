@@ -10,6 +10,7 @@ from rich.console import Console
 from experiments.reporting.summary import write_summary
 from experiments.runner import experiment
 from experiments.runner.progress import progress
+from experiments.runner.settings import FromZero
 from experiments.studies.compare import cost, horizon_report, horizons, noisy_quadratic, training_curves
 from experiments.studies.compare.digits import digits
 from experiments.studies.compare.horizons import Horizons
@@ -31,7 +32,7 @@ class Config:
     curves: Curves = field(default_factory=Curves)
     hidden: int = 32  # units between the 64 pixels and the 10 classes
     rounds: int = 5  # of measuring times
-    seed: int = 0  # of the data's split, the networks, the batches and the noise
+    seed: FromZero[int] = 0  # of the data's split, the networks, the batches and the noise
     threads: int = 1  # that torch may use
     out: Path = Path("runs/compare")  # folder for pictures, numbers and TensorBoard events
 
@@ -72,9 +73,8 @@ def main(config: Config) -> None:
 
 def remove_old_schedule(config: Config) -> None:
     """Remove what was learned by unrolling, unless a run with the very same settings was interrupted."""
-    before = config.out / "config.json"
     settings = json.loads(json.dumps(asdict(config), default=str))
-    same = before.exists() and json.loads(before.read_text())["config"] == settings
+    same = experiment.earlier(config).get("config") == settings
     if not same or (config.out / "summary.json").exists():
         for pattern in ("checkpoint.pt", "events.out.tfevents.*"):
             for old in (config.out / "unrolled").glob(pattern):

@@ -52,8 +52,13 @@ class Curves:
     batch: int = 64  # images in a batch
 
     def __post_init__(self) -> None:
-        if self.steps < AVERAGED or self.horizon < 1 or self.meta_steps < 1 or self.together > self.tuning:
-            raise ValueError(f"curves.steps must be {AVERAGED} or more, and together no more than tuning.")
+        if self.steps < AVERAGED:
+            raise ValueError(f"curves.steps must be {AVERAGED} or more, got {self.steps}. Pass more.")
+        if self.together > self.tuning:
+            raise ValueError(
+                f"curves.together must be at most curves.tuning, got {self.together} and {self.tuning}. "
+                "Pass fewer, or more for tuning."
+            )
 
     @property
     def networks(self) -> int:

@@ -1,0 +1,50 @@
+"""A function called in a process of its own, in which nothing was held before."""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from threading import Thread
+from typing import Any
+
+
+def isolated(preload: Sequence[str], function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, called in a process forked from one that has only imported `preload`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, function, *args))
+    process.start()
+    theirs.close()  # so that we see when the process is gone
+    try:
+        answer = ours.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(
+            f"A process that was to measure ended with exit code {process.exitcode}; that of one that is "
+            "killed, as when memory is short, is -9. Pass smaller sizes."
+        ) from None
+    finally:
+        process.terminate()  # if this one is interrupted
+        process.join()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _answer(connection: Connection, function: Callable[..., Any], *args: Any) -> None:
+    Thread(target=_end_with_the_parent, daemon=True).start()
+    try:
+        answer = function(*args)
+    except Exception as error:
+        error.add_note(traceback.format_exc())  # which would be lost on the way
+        answer = error
+    connection.send(answer)
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
