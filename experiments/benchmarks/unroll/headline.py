@@ -1,6 +1,7 @@
 """The picture at the top of README: one hypergradient of the conv net, in time and in memory."""
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -19,8 +20,9 @@ OURS, THEIRS = "#0072b2", "#d55e00"
 def draw(path: Path, name: str, figures: Summary) -> None:
     """Draw seconds and peak MiB of each way of SHOWN, with the numbers beside the bars."""
     figure = Figure(figsize=(8, 1.7), layout="constrained")
-    seconds = {label: figures[f"{key(name, method)}_ms"] / 1000 for method, label in SHOWN.items()}
-    mib = {label: figures[f"{key(name, method)}_mib"] for method, label in SHOWN.items()}
+    found: Any = figures
+    seconds = {label: found[f"{key(name, method)}_ms"] / 1000 for method, label in SHOWN.items()}
+    mib = {label: found[f"{key(name, method)}_mib"] for method, label in SHOWN.items()}
     panels = ((seconds, "%.1f s", "time"), (mib, "%.0f MiB", "memory at the peak"))
     for axes, (values, form, title) in zip(figure.subplots(1, 2), panels, strict=True):
         labels = list(reversed(values))
