@@ -19,7 +19,7 @@ def may_hide_a_derivative(func: Any) -> str:
     May, not must: what is named is compared with a difference of gradients (docs/math.md, 27).
     """
     name = getattr(func, "__name__", "")
-    return _name(func) if func in _TO_NUMBERS or _is_foreign(func) or name in _WRONG_TWICE else ""
+    return _name(func) if func in TO_NUMBERS or _is_foreign(func) or name in _WRONG_TWICE else ""
 
 
 def hides_a_derivative_here(func: Any, args: tuple, kwargs: dict[str, Any], level: int) -> str:
@@ -72,7 +72,7 @@ def _is_stopped_number(x: Any, level: int) -> bool:
 
 
 # What takes numbers out of tensors; and hooks, which put others in place of a gradient.
-_TO_NUMBERS = {
+TO_NUMBERS = {
     Tensor.item,
     Tensor.tolist,
     Tensor.__float__,

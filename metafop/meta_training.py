@@ -107,17 +107,12 @@ def meta_train(
     opened = nullcontext() if folder is None else RunFolder(folder)
     with opened as kept:
         run = Run(learner.init(meta), [], {})
-        if kept is not None:
-            run = run._replace(state=run.state._replace(carry=task.start(0)))
-            run = kept.load(run, _settings(learner, outer_meta, meta, task, windows, run.state.carry))
-        done = len(run.history)
-        if done > steps:
-            raise ValueError(
-                f"{folder} holds a run of {done} steps, more than steps={steps}. "
-                "Pass another folder, or as many steps."
-            )
         try:
-            for i in range(done, steps):
+            if kept is not None:
+                new = run._replace(state=run.state._replace(carry=task.start(0)))
+                run = kept.load(new, _settings(learner, outer_meta, meta, task, windows, new.state.carry))
+            _check_length(run, steps, folder)
+            for i in range(len(run.history), steps):
                 run = _stepped(learner, outer_meta, task, run, *divmod(i, windows))
                 if progress is not None:
                     progress(f"outer loss {run.history[-1]['value']:.4g}", i + 1, steps)
@@ -128,11 +123,21 @@ def meta_train(
     return Trained(run.state, run.history, run.notes)
 
 
+def _check_length(run: Run, steps: int, folder: str | Path | None) -> None:
+    if len(run.history) > steps:
+        raise ValueError(
+            f"{folder} holds a run of {len(run.history)} steps, more than steps={steps}. "
+            "Pass another folder, or as many steps."
+        )
+
+
 def _leave(learner: Unrolled, run: Run, kept: RunFolder | None, steps: int) -> NoReturn:
     """Save what is done, say so, and exit as a program does that Ctrl-C ended."""
     done = f"Interrupted after {len(run.history)} of {steps} steps."
     if kept is None:
         sys.stderr.write(f"\n{done} Nothing is saved: pass a folder to go on from there next time.\n")
+    elif not run.history:
+        sys.stderr.write(f"\n{done} What {kept.path} holds is as it was.\n")
     else:
         kept.save(run, learner.learned.of(run.state.meta))
         sys.stderr.write(f"\n{done} They are saved in {kept.path}: the same call goes on from there.\n")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from metafop import tree
+from metafop.hidden_derivatives import TO_NUMBERS
 from metafop.optimizers import hyper as hyperparameters
 from metafop.types import CompleteOptimizer, Domains, Params, Tree
 
@@ -30,6 +34,7 @@ def completed(owner: str, optimizer: Any) -> CompleteOptimizer:
             f"{owner} takes an optimizer, which has domains, init and update, got {optimizer!r} without "
             f"{', '.join(missing)}. Pass one such as Adam(), or define what is missing."
         )
+    _check_domains(owner, optimizer)
     if isinstance(optimizer, CompleteOptimizer):
         return optimizer
     without = [name for name in _CREDIT if not hasattr(optimizer, name)]
@@ -39,6 +44,16 @@ def completed(owner: str, optimizer: Any) -> CompleteOptimizer:
             f"{', '.join(without)}. Define all three, or none: then a step is credited to its gradient alone."
         )
     return ByAutograd(optimizer)
+
+
+def _check_domains(owner: str, optimizer: Any) -> None:
+    for name, domain in optimizer.domains.items():
+        for each in domain if isinstance(domain, tuple) else (domain,):
+            if isinstance(each, type) or not hasattr(each, "holds"):
+                raise TypeError(
+                    f"{owner} got {optimizer!r} with {each!r} as the domain of {name}. Pass Positive(), "
+                    "Unit(), Free() or a tuple of these, of metafop.optimizers."
+                )
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,7 +106,32 @@ class ByAutograd:
         return self.rule.init(params)
 
     def update(self, hyper: Any, params: Params, opt: Tree, direction: Params) -> tuple[Params, Tree]:
-        return self.rule.update(hyper, params, opt, direction)
+        versions = None if torch.compiler.is_compiling() else [p._version for p in params.values()]
+        with _numbers_refused(self):
+            returned = self._updated(hyper, params, opt, direction)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(
+                f"The update of {self} returns (params, opt), got {type(returned).__name__}. Return both; "
+                "() where there is no state."
+            )
+        if versions is not None and versions != [p._version for p in params.values()]:
+            raise ValueError(_WRITES.format(self))
+        return returned
+
+    def _updated(self, hyper: Any, params: Params, opt: Tree, direction: Params) -> Any:
+        try:
+            return self.rule.update(hyper, params, opt, direction)
+        except TypeError as error:
+            if "dict" in str(error) and any(isinstance(value, dict) for value in hyper):
+                raise TypeError(
+                    f"The update of {self} takes a dict by pattern for a number ({error}). Read a "
+                    "hyperparameter by metafop.optimizers.at(hyper.lr, name)."
+                ) from error
+            raise
+        except RuntimeError as error:
+            if "mutate a captured Tensor" in str(error):
+                raise ValueError(_WRITES.format(self)) from error
+            raise
 
     def pullback(
         self, hyper: Any, params: Params, opt: Tree, direction: Params, cotangent: Params
@@ -114,6 +154,35 @@ class ByAutograd:
     @property
     def _credits(self) -> bool:
         return hasattr(self.rule, "credit")
+
+
+_WRITES = "The update of {} writes into tensors that it is given. Return new ones instead."
+
+
+class _NumbersRefused(TorchFunctionMode):
+    """Refuses to take a number out of a tensor that a derivative goes through, and would then miss."""
+
+    def __init__(self, rule: Any) -> None:
+        super().__init__()
+        self.rule = rule
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            func in TO_NUMBERS
+            and func is not torch.as_tensor
+            and any(isinstance(x, Tensor) and tree.is_tracked(x) for x in args)
+        ):
+            raise NotImplementedError(
+                f"The update of {self.rule} takes a number out of a tensor ({func.__name__}), so that the "
+                "derivative of a training would miss what depends on it. Compute with tensors."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _numbers_refused(rule: Any) -> AbstractContextManager[Any]:
+    if torch.compiler.is_compiling() or not tree.is_differentiating():
+        return nullcontext()
+    return _NumbersRefused(rule)
 
 
 def _is_torch_class(x: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,19 +24,21 @@ def check(
     optimizer: Optimizer = _DESCENT,
     preconditioner: Preconditioner = _DENSE,
     shape: tuple[int, ...] = (4, 3),
-    parts: tuple[str, ...] = ("hyper", "precond"),
+    parts: tuple[str, ...] = ("hyper", "precond", "gradient"),
     seed: int = 0,
     **hyper: Any,
 ) -> Report:
     """Check a rule's closed form for the third step of a training, in every part of meta that `parts` names.
 
-    The third step, because at the first some derivatives are exactly zero (Adam's in its betas).
+    The third step, because at the first some derivatives are exactly zero (Adam's in its betas). "gradient"
+    is the derivative of the step in the gradient that it is given, which estimates through many steps need:
+    by autograd it must be that of differences, which it is not where a number is taken out of a tensor.
 
     optimizer: the one to check (`SGD()`).
     preconditioner: the family to check (`Dense()`, by which an optimizer's derivative in the direction
         shows).
     shape: that of the one parameter, which is named "w" ((4, 3)).
-    parts: names of leaves of meta, or the starts of some (all).
+    parts: names of leaves of meta, or the starts of some, and "gradient" (all).
     seed: of the random problem (0).
     hyper: the optimizer's hyperparameters by name (its defaults; `lr=0.05` where no optimizer is given).
 
@@ -65,13 +68,40 @@ def check(
                 f"{name}, of shape {tuple(value.shape)}. Return a tree of meta's shapes."
             )
         by_graph = _relative(closed[name], autograd[name], sizes[name])
-        differences = _differences(training, meta, last, cotangent, name)
+
+        def paired(leaf: Tensor, name: str = name) -> Tensor:
+            carry, _ = training.advance(tree.replace(meta, {name: leaf}), last.carry, last.seen)
+            return tree.dot(cotangent["w"], carry.params["w"])
+
+        differences = _differences(paired, value)
         rows.append(_row(rule, name, by_graph, _relative(closed[name], differences, sizes[name])))
+    if "gradient" in parts:
+        rows.append(_gradient_row(rule, training, meta, last, cotangent))
     if not rows:
         raise ValueError(
             f"No part of meta starts with one of {parts}: there are {sorted(closed)}. Name some."
         )
     return Report(tuple(rows))
+
+
+def _gradient_row(
+    rule: tuple[str, str, str], training: Training, meta: Meta, last: Last, cotangent: Params
+) -> Row:
+    """Return how far autograd through the step, in the gradient, is from finite differences."""
+    c, grad = cotangent["w"], last.seen.grads["w"]
+
+    def moved(grad: Tensor) -> Tensor:
+        carry, _ = training.advance(meta, last.carry, last.seen._replace(grads={"w": grad}))
+        return carry.params["w"]
+
+    by_graph = tree.pull(moved, grad, c)
+    each = [x * tree.pull(moved, grad, one) for x, one in zip(c.flatten(), _units(c), strict=True)]
+    size = torch.stack(each).abs().sum(0) + 1e-3 * tree.dot(
+        c.abs(), (moved(grad) - last.carry.params["w"]).abs()
+    )
+    differences = _differences(lambda grad: tree.dot(c, moved(grad)), grad)
+    error = _relative(by_graph, differences, size)
+    return _row(rule, "gradient", torch.zeros_like(error), error)
 
 
 def _row(rule: tuple[str, str, str], name: str, by_graph: Tensor, by_steps: Tensor) -> Row:
@@ -114,29 +144,26 @@ def _sizes(training: Training, meta: Meta, last: Last, cotangent: Params) -> dic
     moved = training.advance(meta, last.carry, last.seen)[0].params["w"] - last.carry.params["w"]
     least = 1e-3 * tree.dot(c.abs(), moved.abs())
     total = {name: torch.full_like(leaf, least.item()) for name, leaf in tree.named(meta).items()}
-    for i in range(c.numel()):
-        one = torch.zeros_like(c).flatten().index_fill(0, torch.tensor(i), 1.0).view_as(c)
+    for x, one in zip(c.flatten(), _units(c), strict=True):
         row = tree.named(by_autograd(training, meta, last, {"w": one}))
-        total = {name: size + c.flatten()[i].abs() * row[name].abs() for name, size in total.items()}
+        total = {name: size + x.abs() * row[name].abs() for name, size in total.items()}
     return total
 
 
-def _differences(training: Training, meta: Meta, last: Last, cotangent: Params, name: str) -> Tensor:
-    """Return the derivative in the leaf `name` by central differences of fourth order."""
-    leaf = tree.named(meta)[name]
+def _units(like: Tensor) -> list[Tensor]:
+    """Return a tensor for each number of `like`: one there, zero elsewhere."""
+    return list(torch.eye(like.numel(), dtype=like.dtype).reshape(-1, *like.shape))
 
-    def value(leaf: Tensor) -> Tensor:
-        carry, _ = training.advance(tree.replace(meta, {name: leaf}), last.carry, last.seen)
-        return tree.dot(cotangent["w"], carry.params["w"])
 
+def _differences(value: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    """Return the derivative of `value` by central differences of fourth order."""
     derivatives = []
-    for i in range(leaf.numel()):
-        step = 1e-5 * max(1.0, leaf.flatten()[i].abs().item())
-        one = torch.zeros(leaf.numel(), dtype=leaf.dtype).index_fill(0, torch.tensor(i), step).view_as(leaf)
-        near = value(leaf + one) - value(leaf - one)
-        far = value(leaf + 2 * one) - value(leaf - 2 * one)
+    for x, one in zip(at.flatten(), _units(at), strict=True):
+        step = 1e-5 * max(1.0, x.abs().item())
+        near = value(at + step * one) - value(at - step * one)
+        far = value(at + 2 * step * one) - value(at - 2 * step * one)
         derivatives.append((8 * near - far) / (12 * step))
-    return torch.stack(derivatives).view_as(leaf)
+    return torch.stack(derivatives).view_as(at)
 
 
 def _relative(x: Tensor, y: Tensor, size: Tensor) -> Tensor:

@@ -193,6 +193,62 @@ def test_a_root_at_zero_is_told_from_a_derivative_that_explodes():
     assert notes[RMSprop] == ()
 
 
+class Lars(RMSprop):
+    """A rule that takes a number out of tensors."""
+
+    def update(self, hyper, params, opt, direction):
+        ratio = float(params["w"].norm() / direction["w"].norm())
+        return {k: p - hyper.lr * ratio * direction[k] for k, p in params.items()}, opt
+
+
+class InPlace(RMSprop):
+    def update(self, hyper, params, opt, direction):
+        for k, p in params.items():
+            p.sub_(hyper.lr * direction[k])
+        return params, opt
+
+
+class ParamsAlone(RMSprop):
+    def update(self, hyper, params, opt, direction):
+        return {k: p - hyper.lr * direction[k] for k, p in params.items()}
+
+
+VALUES = {"lr": 0.1, "alpha": 0.9, "eps": 1e-3}
+
+
+@every(
+    "rule, lr, words",
+    {
+        "a number taken out": (Lars(), 0.1, ["Lars()", "number out of a tensor", "Compute with tensors"]),
+        "in place": (InPlace(), 0.1, ["InPlace()", "writes in"]),
+        "no state": (ParamsAlone(), 0.1, ["ParamsAlone()", "(params, opt)", "dict"]),
+        "a pattern for a number": (Lars(), {"*": 0.1}, ["Lars()", "dict by pattern", "at(hyper.lr, name)"]),
+    },
+)
+def test_an_update_that_cannot_be_differentiated_is_refused(rule, lr, words):
+    loss = functional.plain(lambda params, batch: params["w"].square().sum())
+    training, params = Training(loss, rule), {"w": torch.ones(2)}
+    meta = training.init_meta(params, **(VALUES | {"lr": lr}))
+    with pytest.raises((NotImplementedError, TypeError, ValueError)) as caught:
+        adjoint(training, lambda carry: carry.params["w"].sum(), meta, training.init(params), 3 * [None])
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_verify_finds_a_number_that_a_preconditioner_takes_out_of_its_gradient():
+    class Clipped:
+        def init(self, param, generator=None):
+            return torch.ones(())
+
+        def apply(self, m, grad):
+            return m * grad / max(grad.norm().item(), 1e-3)
+
+        def pullback(self, m, grad, cotangent):
+            return tree.pull(lambda m: self.apply(m, grad), m, cotangent)
+
+    report = verify.check(preconditioner=Clipped())
+    assert [row.part for row in report.rows if not row.ok] == ["gradient"]
+
+
 class NoUpdate:
     domains = {"lr": Positive()}  # noqa: RUF012
 

@@ -14,7 +14,7 @@ from experiments.benchmarks.unroll.measure import (
     measure,
     reversible_memory,
 )
-from experiments.benchmarks.unroll.methods import METHODS, PEERS
+from experiments.benchmarks.unroll.methods import METHODS, PEERS, Case
 from experiments.reporting.summary import Summary, write_summary
 from experiments.runner import experiment
 from experiments.runner.extras import require
@@ -35,8 +35,9 @@ def main(config: Config) -> None:
             figures |= checks(config)
             tick("checks")
         if "ways" in wanted:
-            for name, case in cases(config).items():
+            for name, case in chosen(config).items():
                 results[f"{name}_t{case.horizon}"] = measure(config, name, tick)
+        if "ways" in wanted and not config.nets:
             figures |= longer(config)
             tick("longer")
             figures |= alone(config, reversible_memory)
@@ -53,18 +54,31 @@ def main(config: Config) -> None:
         report.show(config, name, result, figures)
     if results:
         report.draw(config, results, figures)
+    if f"cnn_t{config.horizon}" in results:
         headline.draw(config.out / "headline.png", f"cnn_t{config.horizon}", figures)
     report.log(config, results, figures)
     write_summary(config.out, figures)
+
+
+def chosen(config: Config) -> dict[str, Case]:
+    """Return the cases of the nets that are to be measured."""
+    every = cases(config)
+    if unknown := set(config.nets) - every.keys():
+        raise SystemExit(
+            f"bench-unroll has the nets {', '.join(every)}, got {', '.join(unknown)}. Pass some of these."
+        )
+    return {name: case for name, case in every.items() if not config.nets or name in config.nets}
 
 
 def parts(config: Config) -> dict[str, int]:
     """Return the parts to measure, each with the number of times that it moves the progress bar."""
     counts = {
         "checks": 1,
-        "ways": sum(len(METHODS) * (case.rounds + 2) for case in cases(config).values()) + 2,
+        "ways": sum(len(METHODS) * (case.rounds + 2) for case in chosen(config).values()) + 2,
         "long horizons": len(long_horizons.WAYS) * (small(config).rounds + 1),
     }
+    if config.nets:
+        return {"ways": counts["ways"]}
     if config.only_long_horizons:
         return {"long horizons": counts["long horizons"]}
     return counts if config.ways else {"checks": counts["checks"]}

@@ -25,6 +25,7 @@ class Config:
     channels: int = 16  # of the first layer of cnn
     checked: tuple[int, ...] = (20, 100)  # steps for which it is measured what the checks cost
     ways: bool = True  # measure every method. Without, what the checks cost alone
+    nets: tuple[str, ...] = ()  # measure every method on these alone: mlp, cnn, deep
     only_long_horizons: bool = False  # measure small alone, with the ways for long horizons
     compiled: bool = True  # compile ours. Takes about a minute a case
     isolated: bool = True  # a process for each measure of memory. Without, resident memory is not reported
