@@ -1,12 +1,12 @@
 """A function called in a process of its own, in which nothing was held before."""
 
 import multiprocessing
-import os
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from threading import Thread
 from typing import Any
+
+from experiments.runner.processes import end_with_the_parent
 
 
 def isolated(preload: Sequence[str], function: Callable[..., Any], *args: Any) -> Any:
@@ -34,17 +34,10 @@ def isolated(preload: Sequence[str], function: Callable[..., Any], *args: Any) -
 
 
 def _answer(connection: Connection, function: Callable[..., Any], *args: Any) -> None:
-    Thread(target=_end_with_the_parent, daemon=True).start()
+    end_with_the_parent()
     try:
         answer = function(*args)
     except Exception as error:
         error.add_note(traceback.format_exc())  # which would be lost on the way
         answer = error
     connection.send(answer)
-
-
-def _end_with_the_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

@@ -1,4 +1,4 @@
-"""Ctrl-C: it interrupts the process that was started, not those that it begins, which says what is saved."""
+"""Ctrl-C: the process that was started ends, with all that it has begun, and says what is saved."""
 
 import os
 import signal
@@ -11,21 +11,19 @@ from unittest.mock import patch
 
 EXIT_CODE = 130  # that of a shell, for SIGINT
 SHOW_CURSOR = b"\x1b[?25h"  # which progress bars hide
-
-
 NOTHING = "Nothing is saved: the same command starts again."
 
 
 class Kept(NamedTuple):
-    """What an interrupted command leaves, in words, which are true if some of the files are in its `out`."""
+    """What an interrupted command leaves, in words: they hold if one of the files is in its folder."""
 
-    words: str = NOTHING
-    files: tuple[str, ...] = ()  # patterns of paths; if there are none, the words are always true
+    words: str = NOTHING  # in which {out} is the folder
+    files: tuple[str, ...] = ()  # as patterns; if there are none, the words always hold
 
     def said(self, config: Any) -> str:
-        """Return the line with which an interrupted command ends; "{out}" is its folder."""
-        true = not self.files or any(found for pattern in self.files for found in config.out.glob(pattern))
-        return f"Interrupted. {self.words if true else NOTHING}".format(**vars(config))
+        """Return the line with which an interrupted command ends."""
+        hold = not self.files or any(found for pattern in self.files for found in config.out.glob(pattern))
+        return f"Interrupted. {self.words if hold else NOTHING}".format(**vars(config))
 
 
 def is_behind(error: BaseException | None) -> bool:

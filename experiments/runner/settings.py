@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class Limit(NamedTuple):
-    """Says of a setting what else than numbers above zero, or how few values, it may have."""
+    """What a setting may be besides a number above zero, or one value or more."""
 
-    least: float | None = None
-    empty: bool = False
+    least: float | None = None  # number
+    empty: bool = False  # whether it may have no value
 
 
 FromZero = Annotated[T, Limit(least=0)]

@@ -4,15 +4,14 @@ Those processes import this file, so it imports little.
 """
 
 import multiprocessing
-import os
 from collections.abc import Iterable
-from threading import Thread
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from experiments.data.image_folder import Folder
+from experiments.runner.processes import end_with_the_parent
 
 
 def loader(
@@ -37,12 +36,4 @@ def loader(
 
 
 def end_with_the_run(_: int) -> None:
-    """Let this process end as soon as the one that it reads for has, which may have been killed."""
-    run = multiprocessing.parent_process()
-    assert run is not None
-
-    def watch() -> None:
-        run.join()
-        os._exit(1)
-
-    Thread(target=watch, daemon=True).start()
+    end_with_the_parent()
