@@ -95,6 +95,20 @@ def check_class(optimizer_class: Any) -> None:
             )
 
 
+def base(optimizer_class: type[Optimizer], params: Any, settings: dict[str, Any]) -> Optimizer:
+    """Return the base; of a setting that neither it nor FOP has, say which FOP has."""
+    try:
+        return optimizer_class(params, **settings)
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise TypeError(
+            f"{error}. FOP's own settings are preconditioner, preset, meta_lr, meta_optimizer, order, "
+            "credit, scale_free, interval, learn and seed. "
+            f"Pass one of these, or one of {optimizer_class.__name__}'s."
+        ) from error
+
+
 def check_meta_optimizer(optimizer: Any) -> None:
     """Raise TypeError for what is not a pure optimizer."""
     if optimizer is not None and (isinstance(optimizer, type) or not isinstance(optimizer, Pure)):

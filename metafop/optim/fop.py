@@ -90,7 +90,7 @@ class FOP(Optimizer):
         self._specs: dict[Tensor, state.ParamSpec] = {}
         self._between: dict[int, BetweenUpdates] = {}  # groups that step quickly, until M is updated
         self._seed = seed
-        self._base = optimizer_class(params, **settings)
+        self._base = config.base(optimizer_class, params, settings)
         super().__init__(self._base.param_groups, self._base.defaults | asked)
         self.state.update(self._base.state)  # what the base has made already
         if isinstance(preconditioner, Mapping):

@@ -19,6 +19,7 @@ def refused(*args: Any, **settings: Any) -> Any:
 
 MISTAKES = {
     "order": (refused(order="none"), ValueError, ["order", "'none'", "'exact'", "'paper'"]),
+    "a setting that nobody has": (refused(metalr=1e-3), TypeError, ["'metalr'", "meta_lr", "SGD's"]),
     "credit": (refused(credit="none"), ValueError, ["credit", "'none'", "'velocity'", "'gradient'"]),
     "preset": (refused(preset="best"), ValueError, ["preset", "'best'", "'default'", "'paper'"]),
     "interval": (refused(interval=0), ValueError, ["interval", "0", "whole number"]),
