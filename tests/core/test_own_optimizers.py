@@ -209,7 +209,7 @@ class InPlace(RMSprop):
 
 
 class ParamsAlone(RMSprop):
-    def update(self, hyper, params, opt, direction):
+    def update(self, hyper, params, opt, direction) -> Any:
         return {k: p - hyper.lr * direction[k] for k, p in params.items()}
 
 
@@ -228,7 +228,7 @@ VALUES = {"lr": 0.1, "alpha": 0.9, "eps": 1e-3}
 def test_an_update_that_cannot_be_differentiated_is_refused(rule, lr, words):
     loss = functional.plain(lambda params, batch: params["w"].square().sum())
     training, params = Training(loss, rule), {"w": torch.ones(2)}
-    meta = training.init_meta(params, **(VALUES | {"lr": lr}))
+    meta = training.init_meta(params, None, **(VALUES | {"lr": lr}))
     with pytest.raises((NotImplementedError, TypeError, ValueError)) as caught:
         adjoint(training, lambda carry: carry.params["w"].sum(), meta, training.init(params), 3 * [None])
     assert [word for word in words if word not in str(caught.value)] == []

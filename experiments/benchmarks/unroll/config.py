@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from experiments.benchmarks.unroll.methods import CLASSES, Case, convnet
-from experiments.runner.settings import FromZero
+from experiments.runner.settings import FromZero, MayBeEmpty
 from experiments.vision import models
 
 
@@ -25,7 +26,7 @@ class Config:
     channels: int = 16  # of the first layer of cnn
     checked: tuple[int, ...] = (20, 100)  # steps for which it is measured what the checks cost
     ways: bool = True  # measure every method. Without, what the checks cost alone
-    nets: tuple[str, ...] = ()  # measure every method on these alone: mlp, cnn, deep
+    nets: MayBeEmpty[tuple[Literal["mlp", "cnn", "deep"], ...]] = ()  # measure every method on these alone
     only_long_horizons: bool = False  # measure small alone, with the ways for long horizons
     compiled: bool = True  # compile ours. Takes about a minute a case
     isolated: bool = True  # a process for each measure of memory. Without, resident memory is not reported
