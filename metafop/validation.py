@@ -20,6 +20,11 @@ def instance(owner: str, what: str, value: object) -> None:
 
 
 def loss(loss: Loss) -> None:
+    if isinstance(loss, nn.Module):
+        raise TypeError(
+            f"Training takes a loss, got the module {type(loss).__name__}. "
+            "Make a loss of it: functional.from_module(model, loss)."
+        )
     try:
         inspect.signature(loss).bind(None, None, None)
     except TypeError:

@@ -17,7 +17,14 @@ from metafop.hypergradients.graphs import detached
 from metafop.hypergradients.info import unroll_info
 from metafop.hypergradients.step_vjp import Over, StepVJP, depends_on_value
 from metafop.hypergradients.steps import EagerSteps
-from metafop.hypergradients.validation import Skip, batch_at, check_skip, explained_errors, horizon
+from metafop.hypergradients.validation import (
+    Skip,
+    batch_at,
+    check_progress,
+    check_skip,
+    explained_errors,
+    horizon,
+)
 from metafop.types import Batches, Estimate, Meta, OuterLoss, Progress, Trains
 
 Keep = Literal["all", "sqrt", "log"]
@@ -65,6 +72,7 @@ class Adjoint:
 
     def __post_init__(self) -> None:
         check_skip("Adjoint", self.skip)
+        check_progress("Adjoint", self.progress)
         for name, value, options in (
             ("keep", self.keep, (None, *get_args(Keep))),
             ("over", self.over, get_args(Over)),

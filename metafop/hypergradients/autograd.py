@@ -17,7 +17,14 @@ from metafop.hypergradients.differentiation import differentiation
 from metafop.hypergradients.graphs import detached, with_constant_buffers
 from metafop.hypergradients.info import unroll_info
 from metafop.hypergradients.outer_loss import check_dependence, value_of
-from metafop.hypergradients.validation import Skip, batch_at, check_skip, explained_errors, horizon
+from metafop.hypergradients.validation import (
+    Skip,
+    batch_at,
+    check_progress,
+    check_skip,
+    explained_errors,
+    horizon,
+)
 from metafop.types import Batches, Estimate, Meta, OuterLoss, Progress, Trains
 
 
@@ -34,6 +41,7 @@ class Autograd:
 
     def __post_init__(self) -> None:
         check_skip("Autograd", self.skip)
+        check_progress("Autograd", self.progress)
 
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches

@@ -14,7 +14,7 @@ from torch.func import vmap
 from metafop import leaf_names, tree
 from metafop.hypergradients.forward import learned_leaves, left_out
 from metafop.hypergradients.outer_loss import check_dependence, value_of
-from metafop.hypergradients.validation import batch_at, explained_errors, horizon
+from metafop.hypergradients.validation import batch_at, check_progress, explained_errors, horizon
 from metafop.twice_differentiable import TwiceDifferentiable
 from metafop.types import Batches, Domain, Estimate, Meta, OuterLoss, Progress, Trains
 
@@ -71,6 +71,7 @@ class Evolution:
     progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_progress("Evolution", self.progress)
         if self.learn is not None:
             leaf_names.check("Evolution", self.learn)
         if not isinstance(self.pairs, int) or self.pairs < 2:

@@ -20,7 +20,14 @@ from metafop.hypergradients.info import unroll_info
 from metafop.hypergradients.locked_jvp import jvp
 from metafop.hypergradients.outer_loss import Cotangent, value_and_cotangent
 from metafop.hypergradients.step_vjp import Over
-from metafop.hypergradients.validation import Skip, batch_at, check_skip, explained_errors, horizon
+from metafop.hypergradients.validation import (
+    Skip,
+    batch_at,
+    check_progress,
+    check_skip,
+    explained_errors,
+    horizon,
+)
 from metafop.types import Batch, Batches, Estimate, Meta, OuterLoss, Params, Progress, Seen, Trains
 
 Tangents = list[Tensor]  # for each floating-point leaf of a carry, one row for each learned number
@@ -73,6 +80,7 @@ class Forward:
 
     def __post_init__(self) -> None:
         check_skip("Forward", self.skip)
+        check_progress("Forward", self.progress)
         if self.learn is not None:
             leaf_names.check("Forward", self.learn)
 

@@ -18,7 +18,14 @@ from metafop.hypergradients.graphs import detached
 from metafop.hypergradients.info import unroll_info
 from metafop.hypergradients.outer_loss import value_and_cotangent
 from metafop.hypergradients.step_vjp import StepVJP
-from metafop.hypergradients.validation import Skip, batch_at, check_skip, explained_errors, horizon
+from metafop.hypergradients.validation import (
+    Skip,
+    batch_at,
+    check_progress,
+    check_skip,
+    explained_errors,
+    horizon,
+)
 from metafop.training import Training
 from metafop.types import (
     Batch,
@@ -69,6 +76,7 @@ class ReversibleAdjoint:
 
     def __post_init__(self) -> None:
         check_skip("ReversibleAdjoint", self.skip)
+        check_progress("ReversibleAdjoint", self.progress)
 
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches

@@ -21,6 +21,15 @@ def check_skip(owner: str, skip: Skip) -> None:
         )
 
 
+def check_progress(owner: str, progress: Any) -> None:
+    """Refuse what cannot be told how far it is."""
+    if progress is not None and (isinstance(progress, type) or not callable(progress)):
+        raise TypeError(
+            f"{owner} takes as progress a function (what, done, total), got {progress!r}. "
+            "Pass one such as metafop.progress.Line()."
+        )
+
+
 def check_estimator(owner: str, estimator: Any) -> None:
     """Refuse a name, or a class, where an estimator is meant."""
     if isinstance(estimator, str):

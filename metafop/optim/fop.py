@@ -129,7 +129,7 @@ class FOP(Optimizer):
         return loss
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """Return scalars to log: lr and momentum, spectra of every P, norms and angles of gradients, if any.
+        """Return scalars to log: lr, momentum, spectra of every P, norms of gradients, angles in degrees.
 
         "hyper/lr/0" is the lr of group 0; a learned one as learned, with which the group took its last step.
         `param_groups[0]["lr"]` is what a user or scheduler has set. The same holds for "hyper/momentum/0".

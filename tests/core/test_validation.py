@@ -31,7 +31,7 @@ from metafop import (
     tree,
     verify,
 )
-from metafop.hypergradients import adjoint, by_autograd
+from metafop.hypergradients import Adjoint, adjoint, by_autograd
 
 loss = functional.plain(lambda params, batch: torch.stack([p.sum() for p in params.values()]).square().sum())
 weights = {"w": torch.ones(3, 4)}
@@ -368,6 +368,14 @@ class NoPullback:
 
 
 MORE = {
+    "a module for a loss": (
+        lambda: Training(cast(Any, nn.Linear(2, 2)), SGD()),
+        ["module Linear", "functional.from_module"],
+    ),
+    "progress that is no function": (
+        lambda: Adjoint(progress=cast(Any, True)),
+        ["Adjoint", "progress", "True", "metafop.progress.Line()"],
+    ),
     "a preconditioner without a pullback": (
         lambda: Training(loss, SGD(), {"w": cast(Any, NoPullback())}),
         ["init, apply and pullback", "'w'", "without pullback", "tree.pull"],
