@@ -80,6 +80,14 @@ interruption.run(main)
 """
 
 
+@pytest.fixture(autouse=True)
+def _heard():
+    """A suite that a shell began in the background ignores SIGINT, and so would all that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def begin():
     """Give what begins a command as a terminal does: in a group, which Ctrl-C reaches as a whole."""
