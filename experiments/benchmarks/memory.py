@@ -79,3 +79,4 @@ class _Recorded(Sequence[Any]):
         )
         totals = list(accumulate((size for *_, size in changes), initial=self.now))
         self.now, self.peak = totals[-1], max(self.peak, *totals)
+        self.recording.profiler = None  # a cycle keeps it, and gigabytes of records with it
