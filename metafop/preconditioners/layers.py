@@ -1,10 +1,10 @@
 """Which family for which parameter."""
 
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from metafop import patterns
 from metafop.preconditioners.dense import Spatial, inputs
 from metafop.preconditioners.elementwise import Identity
 from metafop.preconditioners.low_rank import LowRank
@@ -67,14 +67,15 @@ def assign(
 
 def by_rule(rules: Mapping[str, Preconditioner], name: str, default: Preconditioner) -> Preconditioner:
     """Return the family of the first of the `rules` whose pattern fits the `name`, or the `default`."""
-    return next((family for pattern, family in rules.items() if fnmatchcase(name, pattern)), default)
+    pattern = patterns.first(tuple(rules), name)
+    return default if pattern is None else rules[pattern]
 
 
 def check_rules(rules: Mapping[str, Preconditioner], names: Iterable[str]) -> None:
     """Refuse `rules` with a pattern that fits none of the `names`: a slip, most likely."""
     names = sorted(names)
     for pattern in rules:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if all(patterns.first((pattern,), name) is None for name in names):
             raise ValueError(
                 f"The rule {pattern!r} fits none of the parameters {names}. Correct the pattern or drop it."
             )
