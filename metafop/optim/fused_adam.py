@@ -44,9 +44,9 @@ def update(
     """
     times, means, squares = (list(column) for column in zip(*states, strict=True))
     times = torch._foreach_add(times, 1)
+    # Copies, in one call for all: at this size a call takes longer than the copy.
     values, means, squares = (
-        [x.clone(memory_format=torch.contiguous_format) for x in column]
-        for column in (values, means, squares)
+        [x.contiguous() for x in torch._foreach_mul(column, 1)] for column in (values, means, squares)
     )
     if all(map(isfinite, torch._foreach_norm(grads))):
         grads = [grad.contiguous() for grad in grads]

@@ -31,13 +31,15 @@ def of_preconditioners(step: GroupStep, params: list[ParamStep]) -> dict[str, li
         {one.spec.key: one.entries[credited] for one in params},
         toward,
     )
+    if step.group["scale_free"]:
+        # In one call for all: at the size of small networks a call takes longer than the arithmetic.
+        slopes = torch._foreach_norm([cotangents[one.spec.key] for one in params])
+        for one, slope, moved in zip(params, slopes, _displacements(params), strict=True):
+            divisors[one.spec.key] *= largest_change(_number(slope), _number(moved))
     result = {}
     for one in params:
-        k, divisor = one.spec.key, divisors[one.spec.key]
-        if step.group["scale_free"]:
-            divisor = divisor * largest_change(_number(_norm(cotangents[k])), _number(displacement(one)))
-        h = pulled[k]
-        result[k] = [x / divisor for x in ([h] if isinstance(h, Tensor) else tree.leaves(h))]
+        h, divisor = pulled[one.spec.key], divisors[one.spec.key]
+        result[one.spec.key] = [x / divisor for x in ([h] if isinstance(h, Tensor) else tree.leaves(h))]
     return result
 
 
@@ -51,6 +53,8 @@ def _toward(step: GroupStep, params: list[ParamStep], cotangents: Params) -> tup
     first = cotangents[params[0].spec.key]
     if first.dtype is torch.float64 or isinstance(step.rule.pure, Adam):
         return cotangents_of_credit(step, params, cotangents), dict.fromkeys(cotangents, 1.0)
+    if all(one.entries[state.FROM_VELOCITY] for one in params):  # of a heavy ball, for an lr of 1
+        return cotangents, dict.fromkeys(cotangents, -1.0)
     dtype = torch.float64 if first.is_cpu else first.dtype  # some devices do not have float64
     ones = dict.fromkeys(cotangents, torch.ones((), dtype=dtype, device="cpu"))
     factors = cotangents_of_credit(step, params, ones)
@@ -94,15 +98,13 @@ def last_lr(one: ParamStep) -> float | Tensor:
     return 1.0 if one.entries[state.FROM_VELOCITY] else one.entries[state.LR]
 
 
-def displacement(one: ParamStep) -> Tensor:
-    """Return ‖Δθ‖ of the last step; ‖v'‖, for an lr of 1, where it is that of the velocity."""
-    if one.entries[state.FROM_VELOCITY]:
-        return _norm(one.entries["momentum_buffer"])
-    return one.entries[state.DISPLACEMENT]
-
-
-def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x)
+def _displacements(params: list[ParamStep]) -> list[Tensor]:
+    """Return ‖Δθ‖ of the last step of each; ‖v'‖, for an lr of 1, where it is that of the velocity."""
+    by_velocity = [one.entries["momentum_buffer"] for one in params if one.entries[state.FROM_VELOCITY]]
+    norms = iter(torch._foreach_norm(by_velocity) if by_velocity else ())
+    return [
+        next(norms) if one.entries[state.FROM_VELOCITY] else one.entries[state.DISPLACEMENT] for one in params
+    ]
 
 
 def _number(x: Tensor) -> Any:
