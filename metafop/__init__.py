@@ -45,24 +45,16 @@ from metafop.preconditioners import (
     Spatial,
     assign,
 )
+from metafop.protocols import Inspectable, Optimizer, Preconditioner, Reversible
+from metafop.tasks import Tasks
 from metafop.training import Training
-from metafop.types import (
-    Carry,
-    Estimate,
-    Inspectable,
-    Last,
-    Meta,
-    Optimizer,
-    Preconditioner,
-    Reversible,
-    Seen,
-)
+from metafop.types import Carry, Estimate, Given, Last, Meta, Seen
 from metafop.unrolled import Unrolled, UnrolledState
 
 __version__ = "0.1.0"
 
 # What a state is made of: torch.load reads it without weights_only=False, which would run any code in a file.
-_STATES = [Meta, Seen, Carry, Last, Estimate, OnlineCarry, UnrolledState, ForwardCarry, EvolutionCarry]
+_STATES = [Meta, Seen, Carry, Last, Given, Estimate, OnlineCarry, UnrolledState, ForwardCarry, EvolutionCarry]
 _HYPERS = [SGDHyper, MomentumHyper, AdamHyper]
 _PARTS = [AdamState, ReversibleState, ScheduledState, Aging, KroneckerFactors, optimizers.named_tuple]
 add_safe_globals([*_STATES, *_HYPERS, *_PARTS])
@@ -97,6 +89,7 @@ __all__ = [
     "Scheduled",
     "Seen",
     "Spatial",
+    "Tasks",
     "Training",
     "Unrolled",
     "UnrolledState",

@@ -11,7 +11,8 @@ from metafop import tree
 from metafop.hypergradients import EvolutionCarry, ForwardCarry
 from metafop.hypergradients.outer_loss import value_of
 from metafop.hypergradients.validation import batch_at, horizon
-from metafop.types import Batches, Meta, OuterLoss, Trains
+from metafop.protocols import Batches, Trains
+from metafop.types import Meta, OuterLoss
 
 Numbers = dict[str, tuple[float, float]]  # each with how far rounding may move it
 
@@ -34,14 +35,14 @@ def fingerprint(
     given = {"start": _projected([carry, rng]), "batches": _summed(window) | {"steps": (float(steps), 0.0)}}
 
     def loss(carry: Any) -> Numbers:
-        seen = [training.evaluate(carry, batch) for batch in ends]
+        seen = [training.evaluate(meta, carry, batch) for batch in ends]
         norms = [torch.linalg.vector_norm(g).item() for s in seen for g in s.grads.values()]
         return _numbers("value", [s.value.item() for s in seen], precision) | _numbers(
             "norm", norms, precision
         )
 
     def outer(carry: Any) -> Numbers:
-        return _numbers("value", [value_of(outer_loss, carry).item()], precision)
+        return _numbers("value", [value_of(outer_loss, meta, carry).item()], precision)
 
     precision = max(_precision(p) for p in carry.params.values())
     return [given, {"loss": _finite("loss", loss, carry), "outer loss": _finite("outer loss", outer, carry)}]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
+import inspect
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from itertools import combinations
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +16,16 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from metafop import randomness, tree
 from metafop.module_copies import Copies, copied
-from metafop.types import Batch, Buffers, Loss, Params
+from metafop.types import Batch, Buffers, Loss, Params, Tree
 
-ModelT = TypeVar("ModelT", bound=nn.Module)
 _DRAWS = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
-def plain(loss: Callable[[Params, Batch], Tensor], seeded: bool = False) -> Loss:
+def plain(loss: Callable[..., Tensor], seeded: bool = False) -> Loss:
     """Return `loss(params, batch)` as a loss that takes buffers and hands them on as they are.
 
-    loss: returns a scalar, as a pure function of a dict of tensors and of a batch, which may be anything.
+    loss: returns a scalar, as a pure function of a dict of tensors, of a batch, which may be anything, and,
+        if it has a third argument, of the leaves that `init_meta(loss=…)` was given.
     seeded: whether the loss may draw random numbers by torch's functions (False). They are then those of
         buffers["seed"], which is the run's seed and the number of the step. The same step draws the same
         numbers whenever it is taken.
@@ -34,23 +35,58 @@ def plain(loss: Callable[[Params, Batch], Tensor], seeded: bool = False) -> Loss
     (tensor(4.), {})
     >>> noisy = plain(lambda params, batch: (params["w"] + torch.randn(2)).square().sum(), seeded=True)
     >>> value, buffers = noisy({"w": torch.zeros(2)}, {"seed": torch.tensor(0)}, None)
+    >>> penalized = plain(lambda params, batch, leaves: leaves["l2"] * params["w"].square().sum())
+    >>> penalized({"w": torch.tensor(3.0)}, {}, None, {"l2": torch.tensor(0.5)})
+    (tensor(4.5000), {})
     """
 
-    def lifted(params: Params, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
+    def lifted(params: Params, buffers: Buffers, batch: Batch, *leaves: Tree) -> tuple[Tensor, Buffers]:
         if seeded and "seed" not in buffers:
             raise ValueError(
                 f"A seeded loss takes its seed from the buffers, got {sorted(buffers)}. "
                 'Start with one: training.init(params, {"seed": torch.tensor(0)}).'
             )
         with _drawing(buffers, seeded):
-            value = loss(params, batch)
+            value = loss(params, batch, *leaves)
         return value, _after(buffers, seeded)
 
-    return lifted
+    return _declared(lifted, takes_leaves(loss, 2))
+
+
+def takes_leaves(function: Callable[..., Any], others: int) -> bool:
+    """Return whether a function has one argument after so many `others`, and needs it.
+
+    One that has a default value is a setting of the function's own.
+    """
+    return not _takes(function, others) and _takes(function, others + 1)
+
+
+def with_leaves(loss: Loss) -> Loss:
+    """Return the loss as one that takes the leaves of meta, whether it reads any or not."""
+    if takes_leaves(loss, 3):
+        return loss
+    return lambda params, buffers, batch, leaves: loss(params, buffers, batch)
+
+
+def _declared(lifted: Callable[..., tuple[Tensor, Buffers]], leaves: bool) -> Loss:
+    """Return a loss that takes leaves or does not, as its signature then says."""
+    if leaves:
+        return lambda params, buffers, batch, leaves: lifted(params, buffers, batch, leaves)
+    return lambda params, buffers, batch: lifted(params, buffers, batch)
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(function).bind(*count * [None])
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature to look at
+        return False
+    return True
 
 
 def from_module(
-    model: ModelT, loss: Callable[[ModelT, Batch], Tensor], seeded: bool = False
+    model: nn.Module, loss: Callable[..., Tensor], seeded: bool = False
 ) -> tuple[Loss, Params, Buffers]:
     """Return a pure loss, and copies of the model's trainable parameters and of its buffers.
 
@@ -58,7 +94,8 @@ def from_module(
     loss: `loss(model, batch)` returns a scalar, and is written as always. It is given a copy of the model
         with the parameters and buffers of the call, and may use all of it: `model(x)`, `model.encode(x)`,
         `model[0].weight`, `model.parameters()`. Choose among parameters by name: they are plain tensors
-        there, and require a gradient only while one is taken. What is written into buffers is handed on.
+        there, and require a gradient only while one is taken. What is written into buffers is handed on. A
+        third argument is given the leaves that `init_meta(loss=…)` was given.
     seeded: whether the model and the loss may draw random numbers, as dropout does (False). They are those of
         buffers["seed"], as in `plain`; another run has another seed there: torch.tensor(7).
 
@@ -95,14 +132,15 @@ def from_module(
     buffer_names = {*written, "seed"} if seeded else {*written}
     copies = Copies(model, loss, {*names, *written})
 
-    def pure(params: Params, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
+    def pure(params: Params, buffers: Buffers, batch: Batch, *leaves: Tree) -> tuple[Tensor, Buffers]:
         _check_names(params, buffers, names, buffer_names)
-        writable = _writable({k: buffers[k] for k in written}, (params, buffers, batch))
+        writable = _writable({k: buffers[k] for k in written}, (params, buffers, batch, leaves))
         with _drawing(buffers, seeded):
-            value, after = copies(params, writable, batch)
+            value, after = copies(params, writable, batch, *leaves)
         return value, _after(buffers, seeded) | after
 
-    return pure, params, buffers | {"seed": torch.tensor(0)} if seeded else buffers
+    lifted = _declared(pure, takes_leaves(loss, 2))
+    return lifted, params, buffers | {"seed": torch.tensor(0)} if seeded else buffers
 
 
 def _writable(buffers: Buffers, given: Any) -> Buffers:

@@ -1,13 +1,33 @@
 """Which leaves of meta a name stands for, and in which coordinate each of them is learned."""
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 
-from metafop import tree
+from metafop import loss_leaves, tree
 from metafop.optimizers import Free
 from metafop.preconditioners import clocks
-from metafop.types import Domain, Meta, Trains
+from metafop.protocols import Domain, Trains
+from metafop.types import Meta, Params, Tree
 
-Leaves = dict[str, Tensor]  # of meta, by name
+Leaves = dict[str, Tensor]  # of meta, and of the start if that is learned, by name
+
+
+class MetaAndStart(NamedTuple):
+    """All that a run depends on: meta, and the parameters that it starts from.
+
+    hyper, precond, loss: those of `Meta`.
+    start: the parameters, by name; `()` where they are not learned.
+    """
+
+    hyper: Any
+    precond: dict[str, Tree]
+    loss: Tree
+    start: Params | tuple[()]
+
+    @property
+    def meta(self) -> Meta:
+        return Meta(self.hyper, self.precond, self.loss)
 
 
 def check(owner: str, learn: tuple[str, ...]) -> None:
@@ -18,7 +38,12 @@ def check(owner: str, learn: tuple[str, ...]) -> None:
         )
 
 
-def named(owner: str, learn: tuple[str, ...], meta: Meta) -> Leaves:
+def names_start(learn: tuple[str, ...]) -> bool:
+    """Return whether `learn` names the parameters that a run starts from, or some: "start", "start.conv1"."""
+    return any(part == "start" or part.startswith("start.") for part in learn)
+
+
+def named(owner: str, learn: tuple[str, ...], meta: Meta | MetaAndStart) -> Leaves:
     """Return the leaves that `learn` names, each of its names a leaf or the start of some.
 
     "lr" stands for "hyper.lr": that of a hyperparameter needs no more.
@@ -26,6 +51,11 @@ def named(owner: str, learn: tuple[str, ...], meta: Meta) -> Leaves:
     names = tree.named(meta)
     for part in learn:
         if not any(_stands_for(part, name) for name in names):
+            if names_start((part,)) and not isinstance(meta, MetaAndStart):
+                raise ValueError(
+                    f"{owner} cannot learn {part!r}, where a run starts, from within. Learn it with "
+                    "Unrolled, or take it from estimate.start."
+                )
             raise ValueError(
                 f"{owner} is to learn {part!r}, but meta holds only {[_short(name) for name in names]}. "
                 "Name one of these or the start of one, or give the training a preconditioner to learn."
@@ -33,14 +63,28 @@ def named(owner: str, learn: tuple[str, ...], meta: Meta) -> Leaves:
     return {name: leaf for name, leaf in names.items() if any(_stands_for(part, name) for part in learn)}
 
 
-def times(meta: Meta) -> set[str]:
+def check_learnable(owner: str, learn: tuple[str, ...] | None, names: tuple[str, ...]) -> None:
+    """Refuse to learn leaves that an estimator's own `learn` leaves out: zeros would stand for them."""
+    for name in names:
+        if not (
+            not name.startswith("start.") if learn is None else any(_stands_for(part, name) for part in learn)
+        ):
+            raise ValueError(
+                f"Unrolled learns {_short(name)!r}, and {owner} with learn={learn!r} gives no derivative in "
+                "it. Name it there too, or use adjoint."
+            )
+
+
+def times(meta: Meta | MetaAndStart) -> set[str]:
     """Return the names of the times of `Rescaled` families: they pass, and are not learned."""
     return {name for k, m in meta.precond.items() for name in clocks(m, f"precond.{k}")}
 
 
 def domain(training: Trains, name: str) -> Domain:
-    """Return the range of a leaf, with its coordinate: matrices are learned as they are."""
+    """Return the range of a leaf, with its coordinate: matrices and parameters are learned as they are."""
     part, _, rest = name.partition(".")
+    if part == "loss":
+        return loss_leaves.domain(training.loss_domains, rest)
     if part != "hyper":
         return Free()
     field, _, rest = rest.partition(".")

@@ -4,16 +4,20 @@ from __future__ import annotations  # torch.compile does not follow annotations 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from metafop import leaf_names, tree, validation
+from metafop.leaf_names import MetaAndStart
 from metafop.optimizers.hyper import extremes, fitted
 from metafop.preconditioners import aged
+from metafop.protocols import CompleteOptimizer, Domain, Trains
 from metafop.safeguards import Bound
-from metafop.types import CompleteOptimizer, Domain, Meta, Trains, Tree
+from metafop.types import Meta, Tree
+
+LearnedTree = TypeVar("LearnedTree", bound=Meta | MetaAndStart)
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Learned:
             )
         leaf_names.check(self.learner, self.learn)
 
-    def outer_meta(self, meta: Meta, hyper: Mapping[str, Any]) -> Meta:
+    def outer_meta(self, meta: Meta | MetaAndStart, hyper: Mapping[str, Any]) -> Meta:
         """Return the outer meta: the optimizer's own hyperparameters, as precise as what is learned."""
         return Meta(fitted(self.optimizer, hyper, self.of(meta)), {})
 
@@ -52,15 +56,15 @@ class Learned:
                 f"{self.learner} takes as its outer meta what {made_by} returns, "
                 f"got {type(outer_meta).__name__}. Pass the former."
             )
-        if outer_meta.precond:
+        if outer_meta.precond or tree.leaves(outer_meta.loss):
             raise ValueError(
-                f"{self.learner} takes as its outer meta what {made_by} returns, got a meta with the "
-                f"preconditioners of {sorted(outer_meta.precond)}. "
-                "Pass the former; the latter is in the state already."
+                f"{self.learner} takes as its outer meta what {made_by} returns, got a meta of the "
+                f"parameters {sorted(outer_meta.precond)}. Pass the former; the latter is in the state "
+                "already."
             )
         validation.tensors("hyper", outer_meta.hyper)
 
-    def init(self, meta: Meta) -> Tree:
+    def init(self, meta: Meta | MetaAndStart) -> Tree:
         """Return the optimizer's state before the first step, or refuse a leaf that could never move."""
         learned = self.of(meta)
         for name, value in learned.items():
@@ -72,12 +76,12 @@ class Learned:
                     )
         return self.optimizer.init(learned)
 
-    def of(self, meta: Meta) -> dict[str, Tensor]:
+    def of(self, meta: Meta | MetaAndStart) -> dict[str, Tensor]:
         """Return the leaves that move, by name."""
         passing, learned = leaf_names.times(meta), leaf_names.named(self.learner, self.learn, meta)
         return {name: leaf for name, leaf in learned.items() if name not in passing}
 
-    def chained(self, meta: Meta, grads: Meta) -> Meta:
+    def chained(self, meta: Meta | MetaAndStart, grads: LearnedTree) -> LearnedTree:
         """Return the derivatives in the coordinates of what is learned; zero in all else."""
         values = self.of(meta)
         chained = {
@@ -87,8 +91,8 @@ class Learned:
         return tree.replace(grads, chained)
 
     def moved(
-        self, outer_meta: Meta, meta: Meta, opt: Tree, grads: dict[str, Tensor], moves: Tensor
-    ) -> tuple[Meta, Tree, Tensor]:
+        self, outer_meta: Meta, meta: LearnedTree, opt: Tree, grads: dict[str, Tensor], moves: Tensor
+    ) -> tuple[LearnedTree, Tree, Tensor]:
         """Return meta and the optimizer's state after its step, and whether meta has moved.
 
         The step is taken if it may be (`moves`) and if where it leads is finite. A step of zero, or one that
@@ -102,7 +106,7 @@ class Learned:
         moved = {
             name: self._domain(name).moved(value, old[name], new[name]) for name, value in values.items()
         }
-        bounded = Meta(meta.hyper, {k: aged(m) for k, m in meta.precond.items()})
+        bounded = meta._replace(precond={k: aged(m) for k, m in meta.precond.items()})
         bounded = tree.replace(bounded, moved)
         for bound in self.bounds:
             bounded = bound(bounded)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from metafop import tree
 from metafop.fingerprint import fingerprint
+from metafop.protocols import Batches
 from metafop.run_folder import History, Notes, Run, RunFolder, Settings
-from metafop.types import Batches, Meta, OuterLoss, Progress
+from metafop.types import Meta, OuterLoss, Params, Progress
 from metafop.unrolled import Unrolled, UnrolledState
 
 
@@ -60,6 +61,7 @@ def meta_train(
     task: Task,
     steps: int,
     *,
+    start: Params | tuple[()] = (),
     windows: int = 1,
     folder: str | Path | None = None,
     save_every: int = 10,
@@ -72,6 +74,7 @@ def meta_train(
     meta: where learning starts, from `training.init_meta`.
     task: what is trained, again and again.
     steps: how many steps of meta to take in all, those of an interrupted run included.
+    start: the parameters from which episodes start, where the learner learns them (`()`).
     windows: how many of them an episode has (1).
     folder: where a checkpoint is kept, and events, which TensorBoard shows: numbers by name, schedules as
         curves (None, nothing is kept). Called again with it, an interrupted run goes on from there and ends,
@@ -104,20 +107,27 @@ def meta_train(
     for name, number in (("steps", steps), ("windows", windows), ("save_every", save_every)):
         if number < 1:
             raise ValueError(f"meta_train takes {name} of one or more, got {number}. Pass a positive number.")
+    if start and windows > 1:
+        raise ValueError(
+            f"meta_train learns the start of episodes and got windows={windows}, of which only the first "
+            "starts there. Pass windows=1."
+        )
     opened = nullcontext() if folder is None else RunFolder(folder)
     with opened as kept:
-        run = Run(learner.init(meta), [], {})
+        run = Run(learner.init(meta, start), [], {})
         try:
             if kept is not None:
                 new = run._replace(state=run.state._replace(carry=task.start(0)))
-                run = kept.load(new, _settings(learner, outer_meta, meta, task, windows, new.state.carry))
+                run = kept.load(
+                    new, _settings(learner, outer_meta, meta, start, task, windows, new.state.carry)
+                )
             _check_length(run, steps, folder)
             for i in range(len(run.history), steps):
                 run = _stepped(learner, outer_meta, task, run, *divmod(i, windows))
                 if progress is not None:
                     progress(f"outer loss {run.history[-1]['value']:.4g}", i + 1, steps)
                 if kept is not None and ((i + 1) % save_every == 0 or i + 1 == steps):
-                    kept.save(run, learner.learned.of(run.state.meta))
+                    kept.save(run, learner.learned_leaves(run.state))
         except KeyboardInterrupt:
             _leave(learner, run, kept, steps)
     return Trained(run.state, run.history, run.notes)
@@ -139,7 +149,7 @@ def _leave(learner: Unrolled, run: Run, kept: RunFolder | None, steps: int) -> N
     elif not run.history:
         sys.stderr.write(f"\n{done} What {kept.path} holds is as it was.\n")
     else:
-        kept.save(run, learner.learned.of(run.state.meta))
+        kept.save(run, learner.learned_leaves(run.state))
         sys.stderr.write(f"\n{done} They are saved in {kept.path}: the same call goes on from there.\n")
     raise SystemExit(130) from None
 
@@ -149,15 +159,15 @@ def _stepped(learner: Unrolled, outer_meta: Meta, task: Task, run: Run, episode:
     batches, outer_loss = task.batches(episode, window), task.outer_loss(episode, window)
     state, info = learner.step(outer_meta, run.state, outer_loss, carry, batches)
     scalars = {k: x for k, x in info.items() if isinstance(x, Tensor) and x.numel() == 1}
-    row = {k: float(x) for k, x in (_numbers(learner, run.state.meta) | scalars).items()}
+    row = {k: float(x) for k, x in (_numbers(learner, run.state) | scalars).items()}
     said = dict.fromkeys(info["notes"], len(run.history))
     return Run(state, [*run.history, row], said | run.notes)
 
 
-def _numbers(learner: Unrolled, meta: Meta) -> dict[str, Tensor]:
+def _numbers(learner: Unrolled, state: UnrolledState) -> dict[str, Tensor]:
     """Return what is learned as scalars."""
     numbers = {}
-    for name, leaf in learner.learned.of(meta).items():
+    for name, leaf in learner.learned_leaves(state).items():
         if leaf.dim() == 0:
             numbers[name] = leaf
         elif name.startswith("hyper."):
@@ -168,13 +178,21 @@ def _numbers(learner: Unrolled, meta: Meta) -> dict[str, Tensor]:
 
 
 def _settings(
-    learner: Unrolled, outer_meta: Meta, meta: Meta, task: Task, windows: int, start: Any
+    learner: Unrolled,
+    outer_meta: Meta,
+    meta: Meta,
+    start: Params | tuple[()],
+    task: Task,
+    windows: int,
+    carry: Any,
 ) -> Settings:
     """Return what tells this run from others: as it prints, and by what the training of episode 0 sees."""
     printed = {"learner": _printed(learner), "task": _printed(task), "windows": _printed(windows)}
     tensors = {"outer_meta": tree.named(outer_meta), "meta": tree.named(meta)}
+    if start:
+        tensors["start"] = start
     window = (task.batches(0, 0), task.outer_loss(0, 0))
-    return [printed | tensors, *fingerprint(learner.training, meta, start, *window)]
+    return [printed | tensors, *fingerprint(learner.training, meta, carry, *window)]
 
 
 def _printed(setting: object) -> str:

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from metafop import tree
 from metafop.twice_differentiable import weight_norm
-from metafop.types import Batch, Buffers, Params
+from metafop.types import Buffers, Params
 
 
 class Copies:
@@ -23,24 +23,27 @@ class Copies:
     the loss fails, or which it leaves changed, is not taken again.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any, Batch], Tensor], names: Set[str]) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], names: Set[str]) -> None:
         self.model, self.loss, self.places = model, loss, _places(model, names)
         self.frozen = {k: (p, p._version) for k, p in model.named_parameters() if not p.requires_grad}
         self.free, self.compiled = [_Copy(model)], _Copy(model)
 
-    def __call__(self, params: Params, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
-        """Return the loss and the buffers after it, which it may write into or assign to."""
+    def __call__(self, params: Params, buffers: Buffers, *given: Any) -> tuple[Tensor, Buffers]:
+        """Return the loss and the buffers after it, which it may write into or assign to.
+
+        What the loss is `given` besides the model is the batch, and leaves of meta if it takes them.
+        """
         tensors = params | buffers
         state = {place: tensors[k] for place, k in self.places.items()}
-        value = self._compiled(state, batch) if torch.compiler.is_compiling() else self._value(state, batch)
+        value = self._compiled(state, given) if torch.compiler.is_compiling() else self._value(state, given)
         return value, {k: state[f"model.{k}"] for k in buffers}
 
-    def _value(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
+    def _value(self, state: dict[str, Tensor], given: tuple) -> Tensor:
         try:
             taken = self.free.pop()  # never one for two threads
         except IndexError:
             taken = _Copy(self.model)
-        value = taken.value(self.loss, state, batch)
+        value = taken.value(self.loss, state, given)
         taken.check()
         for name, (param, version) in self.frozen.items():
             if param._version != version:
@@ -51,10 +54,10 @@ class Copies:
         self.free.append(taken)
         return value
 
-    def _compiled(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
+    def _compiled(self, state: dict[str, Tensor], given: tuple) -> Tensor:
         """Return what `_value` does, in a form that torch.compile can follow."""
         self.compiled.check()
-        return self.compiled.value(self.loss, state, batch)
+        return self.compiled.value(self.loss, state, given)
 
 
 class _Copy(nn.Module):
@@ -70,12 +73,12 @@ class _Copy(nn.Module):
         self.parts = dict(self.model.named_modules())
         self.contents = [_contents(module) for module in self.parts.values()]
 
-    def forward(self, loss: Callable[[Any, Batch], Tensor], batch: Batch) -> Tensor:
-        return loss(self.model, batch)
+    def forward(self, loss: Callable[..., Tensor], *given: Any) -> Tensor:
+        return loss(self.model, *given)
 
-    def value(self, loss: Callable[[Any, Batch], Tensor], state: dict[str, Tensor], batch: Batch) -> Tensor:
+    def value(self, loss: Callable[..., Tensor], state: dict[str, Tensor], given: tuple) -> Tensor:
         """Return the loss with the tensors of `state`, in which those that it assigns to are replaced."""
-        return functional_call(self, state, (loss, batch), tie_weights=False)  # the places say what is tied
+        return functional_call(self, state, (loss, *given), tie_weights=False)  # the places say what is tied
 
     # torch.compile calls this while it traces, and never when the compiled code runs. A change that compiled
     # code has left is found when torch.compile traces again, as it does before a call that would see it.

@@ -4,62 +4,26 @@ from __future__ import annotations  # torch.compile does not follow annotations 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from metafop import tree
+from metafop import tree, validation
 from metafop.hypergradients import closed_form
+from metafop.hypergradients.checks.leaves import look_at_leaves
 from metafop.learned import Learned
+from metafop.log import logger
+from metafop.online_carry import OnlineCarry, moving, staying, zero_gradient_unless
 from metafop.optimizers import completed
+from metafop.protocols import CompleteOptimizer, Domain, Domains, Optimizer, Trains
 from metafop.safeguards import Bound, Guard, scale_free
-from metafop.types import (
-    Batch,
-    Buffers,
-    Carry,
-    CompleteOptimizer,
-    Domains,
-    Info,
-    Last,
-    Meta,
-    Optimizer,
-    Params,
-    Seen,
-    Trains,
-    Tree,
-)
+from metafop.types import Batch, Given, Info, Last, Loss, Meta, Params, Seen, Tree
+from metafop.validation_loss import ValidationLoss, split
 
 Order = Literal["exact", "paper"]
 Credit = Literal["velocity", "gradient"]
 Hypergradient = Callable[[Trains, Meta, Last, Params], Meta]
-
-
-class OnlineCarry(NamedTuple):
-    """What an online step hands on: the carry of the training below, its meta, and the last step.
-
-    carry, meta: those of the training below, after the last step.
-    meta_opt: the meta-optimizer's state.
-    last_carry, last_seen: where the last step started, and what it saw there.
-    memory: that of credit, before the last step.
-    taken: 1 if there is a last step to learn from; 0 before the first, and after one that was not finite.
-    """
-
-    carry: Any
-    meta: Meta
-    meta_opt: Tree
-    last_carry: Any
-    last_seen: Seen
-    memory: Tree
-    taken: Tensor
-
-    @property
-    def params(self) -> Params:
-        return self.carry.params
-
-    @property
-    def buffers(self) -> Buffers:
-        return self.carry.buffers
 
 
 @dataclass(frozen=True)
@@ -68,15 +32,20 @@ class Online:
 
     H = ∂⟨∇J(θ), advance(meta, last)⟩ / ∂meta,    meta' = meta_optimizer(meta, H),    θ' = advance(meta', θ)
 
-    Learning rates move as log lr, momentum as its logit, matrices as they are. A step that leads to numbers
+    Learning rates move as log lr, momentum as its logit, matrices as they are, a leaf of the loss in the
+    coordinate of its domain. For such a leaf, `pullback` takes the one second derivative that it needs; for
+    all else it takes none. J is the loss of training, or another (`validation`): what a loss is given is
+    learned by another loss than itself, such as that of clean data. A step that leads to numbers
     that are not finite is not taken, nor is anything learned from it: info says so ("finite"). It is itself a
     training, whose meta is Meta(hyper of the meta-optimizer, {}): it can be learned by another.
     (docs/math.md, 9 to 11; why the defaults are what they are: docs/concepts.md)
 
     training: what is learned, a `Training` or an `Online`.
     meta_optimizer: moves meta; any optimizer of the library, or one of your own.
-    learn: names of leaves of meta, or the starts of some: "lr", "precond", "precond.conv1.weight"
-        (("precond",), as for `optim.FOP`).
+    learn: names of leaves of meta, or the starts of some: "lr", "precond", "precond.conv1.weight",
+        "loss.weights" (("precond",), as for `optim.FOP`).
+    validation: J, a loss of its own: `loss(params, buffers, batch) -> (value, buffers)`, as `functional`
+        makes one. Each batch is then a pair, (batch, batch of this loss) (None, the loss of training).
     order: "exact" advances with meta', of which H is then the derivative at the next step; "paper", Algorithm
         1 of the paper, with meta, so that H is taken at another meta than the one that made θ ("exact").
     credit: what P is credited with: "velocity", all that the optimizer's movement is made of; or "gradient",
@@ -104,6 +73,7 @@ class Online:
     training: Trains
     meta_optimizer: Optimizer
     learn: tuple[str, ...] = ("precond",)
+    validation: Loss | None = None
     order: Order = "exact"
     credit: Credit = "velocity"
     hypergradient: Hypergradient = closed_form
@@ -128,6 +98,11 @@ class Online:
         if not isinstance(self.guards, tuple):
             raise TypeError(f"Online takes a tuple of guards, got {self.guards!r}. Pass guards=(...,).")
         self.learned.check()
+        if self._validation and isinstance(self.training, Online):
+            raise ValueError(
+                "Online got a validation loss above another Online, whose levels all learn by the same one. "
+                "Give it to the lowest Online."
+            )
         if isinstance(self.training, Online) and self.training.order == "paper":
             raise ValueError(
                 'Online cannot learn an Online of order="paper", whose step does not depend on its own meta '
@@ -137,6 +112,11 @@ class Online:
     @property
     def domains(self) -> Domains:
         return self._rule.domains
+
+    @property
+    def loss_domains(self) -> dict[str, Domain]:
+        """Those of the outer meta, which has no leaves of a loss: none."""
+        return {}
 
     def init_meta(self, meta: Meta, **hyper: Any) -> Meta:
         """Return the outer meta: the meta-optimizer's hyperparameters.
@@ -148,14 +128,17 @@ class Online:
         """
         return self.learned.outer_meta(meta, hyper)
 
-    def init(self, meta: Meta, carry: Any) -> OnlineCarry:
+    def init(self, meta: Meta, carry: Any, batch: Batch = None) -> OnlineCarry:
         """Return the state that learning starts from.
 
         meta: that of the training below, from its `init_meta`.
         carry: that of the training below, from its `init`.
+        batch: one such as every step is given, of tensors; for a validation loss a pair (None; needed where a
+            leaf of the loss is learned: the state keeps the batch of the last step).
         """
         self.training.check(meta, carry)
         meta_opt = self.learned.init(meta)
+        given = self._given(meta, carry, batch)
         value = next(iter(carry.params.values()))
         nothing = Seen(
             value.new_zeros((), dtype=torch.promote_types(value.dtype, torch.float32)),
@@ -165,11 +148,35 @@ class Online:
         memory = self.training.init_memory(carry) if self.credit == "velocity" else ()
         # A copy, because later no tensor of the two carries will be one: torch.compile would compile twice.
         last = tree.copy(carry)
-        return OnlineCarry(carry, meta, meta_opt, last, nothing, memory, torch.zeros_like(nothing.value))
+        nothing = nothing._replace(cotangent=nothing.grads if self.validation else ())
+        taken = torch.zeros_like(nothing.value)
+        return OnlineCarry(carry, meta, meta_opt, last, nothing, memory, taken, given)
 
-    def evaluate(self, state: OnlineCarry, batch: Batch) -> Seen:
-        """Return the loss of a `batch` at the parameters of `state`, its gradients, the buffers after it."""
-        return self.training.evaluate(state.carry, batch)
+    def _given(self, meta: Meta, carry: Any, batch: Batch) -> Given | tuple[()]:
+        """Return what the loss is given, if a leaf of it is learned."""
+        if not any(name.partition(".")[0] == "loss" for name in self.learned.of(meta)):
+            return ()
+        if batch is None:
+            raise ValueError(
+                f"Online learns {self.learn} and keeps the batch of the last step, of which init must know "
+                "the form. Pass one: online.init(meta, carry, batch)."
+            )
+        own, _ = split(self._validation, batch)
+        validation.tensors("batch", own)
+        for note in look_at_leaves(self.training, "reverse", (), None, meta, carry, [own]):
+            logger.warning(note)
+        return Given(meta.loss, own)
+
+    def evaluate(self, meta: Meta, state: OnlineCarry, batch: Batch) -> Seen:
+        """Return the loss of a `batch` at the parameters of `state`, its gradients, the buffers after it.
+
+        Of the outer `meta` it reads nothing: the loss is given the leaves in `state.meta`.
+        """
+        own, held_out = split(self._validation, batch)
+        seen = self.training.evaluate(state.meta, state.carry, own)
+        if self._validation is not None:
+            seen = seen._replace(cotangent=self._validation.gradient(state, held_out))
+        return seen._replace(batch=own) if state.given else seen
 
     def advance(self, meta: Meta, state: OnlineCarry, seen: Seen) -> tuple[OnlineCarry, Info]:
         """Return the state after learning from the last step and taking the next one, and info.
@@ -183,8 +190,10 @@ class Online:
         an `Online` below tells, as "below.moved".
         """
         self.learned.check_outer_meta(meta)
+        given = Given(state.meta.loss, seen.batch) if state.given else ()
+        seen = seen._replace(batch=())
         value, finite = seen.value, tree.all_finite(seen)
-        seen = _zero_gradient_unless(finite, seen, state.buffers)
+        seen = zero_gradient_unless(finite, seen, state.buffers)
 
         # Learn: how should the last step have been taken?
         last, memory = self._last(state)
@@ -199,24 +208,24 @@ class Online:
             rose = (state.taken > 0) & before.value.isfinite() & ~(seen.value <= before.value)
             # Nothing is learned from a loss that is not finite: the step is shortened instead.
             shorter = {k: torch.where(finite, g, 0.5 * g) for k, g in before.grads.items()}
-            again = (state.last_carry, Seen(before.value, shorter, before.buffers), state.memory)
-            carry, seen, memory = tree.where(rose, again, (carry, seen, memory))
+            again = (state.last_carry, before._replace(grads=shorter), state.memory, state.given)
+            carry, seen, memory, given = tree.where(rose, again, (carry, seen, memory, given))
             taken, info["rose"] = finite | rose, rose
         used = new_meta if self.order == "exact" else state.meta
         new_carry, below = self.training.advance(used, carry, seen)
         new_state = OnlineCarry(
-            new_carry, new_meta, meta_opt, carry, seen, memory, taken.to(state.taken.dtype)
+            new_carry, new_meta, meta_opt, carry, seen, memory, taken.to(state.taken.dtype), given
         )
         if "carry" not in self.skip and not isinstance(new_carry, OnlineCarry):  # looked at below
-            led = tree.all_finite(_moving(new_carry))
+            led = tree.all_finite(moving(new_carry))
             if not tree.is_surely(led):  # all that is left out then is work
-                new_state = tree.where(led, new_state, _staying(state, seen))
+                new_state = tree.where(led, new_state, staying(state, seen, given))
             info |= {"finite": finite & led, "moved": moves & led}
         return new_state, info | {f"below.{k}": v for k, v in below.items() if k != "value"}
 
     def step(self, meta: Meta, state: OnlineCarry, batch: Batch) -> tuple[OnlineCarry, Info]:
-        """Return `advance(meta, state, evaluate(state, batch))`: one step of training and learning."""
-        return self.advance(meta, state, self.evaluate(state, batch))
+        """Return `advance(meta, state, evaluate(meta, state, batch))`: one step of training and learning."""
+        return self.advance(meta, state, self.evaluate(meta, state, batch))
 
     def pullback(self, meta: Meta, last: Last, cotangent: Params) -> Meta:
         """Return the derivative of ⟨`cotangent`, params after the `last` step⟩ in `meta`, the outer one.
@@ -247,6 +256,10 @@ class Online:
         self.init_meta(state.meta, **meta.hyper._asdict())
 
     @property
+    def _validation(self) -> ValidationLoss | None:
+        return ValidationLoss(self.validation) if self.validation else None
+
+    @property
     def learned(self) -> Learned:
         """The leaves that move, and how."""
         return Learned("Online", self.training, self._rule, self.learn, self.bounds)
@@ -254,41 +267,15 @@ class Online:
     def _last(self, state: OnlineCarry) -> tuple[Last, Tree]:
         """Return the last step with its credit, and the memory after it."""
         if self.credit == "gradient":
-            return Last(state.last_carry, state.last_seen, ()), ()
+            return Last(state.last_carry, state.last_seen, (), state.given), ()
         credit, memory = self.training.credited(state.meta, state.memory, state.last_seen.grads)
-        return Last(state.last_carry, state.last_seen, credit), memory
+        return Last(state.last_carry, state.last_seen, credit, state.given), memory
 
     def _hypergradient(self, state: OnlineCarry, last: Last, seen: Seen) -> dict[str, Tensor]:
         """Return the guarded derivative in the coordinate of each learned leaf."""
-        pulled = self.hypergradient(self.training, state.meta, last, seen.grads)
+        cotangent = seen.cotangent or seen.grads
+        pulled = self.hypergradient(self.training, state.meta, last, cotangent)
         grads = self.learned.chained(state.meta, pulled)
         for guard in self.guards:
-            grads = guard(grads, state.params, last, seen)
+            grads = guard(grads, state.params, last, seen._replace(grads=cotangent))
         return self.learned.of(grads)
-
-
-def _zero_gradient_unless(finite: Tensor, seen: Seen, buffers: Buffers) -> Seen:
-    """Return what was seen or, if it is not finite, no gradient and the old buffers, valued NaN.
-
-    Integer buffers, such as a count or the seed of the next step, go on. (docs/math.md, 16)
-    """
-    return Seen(
-        torch.where(finite, seen.value, torch.nan),
-        {k: torch.where(finite, g, 0.0) for k, g in seen.grads.items()},
-        {k: torch.where(finite, b, buffers[k]) if tree.is_inexact(b) else b for k, b in seen.buffers.items()},
-    )
-
-
-def _moving(carry: Any) -> Tree:
-    """Return what a step has computed: buffers and what was seen are looked at before it."""
-    return (carry.params, carry.opt) if isinstance(carry, Carry) else carry.params
-
-
-def _staying(state: OnlineCarry, seen: Seen) -> OnlineCarry:
-    """Return the state if a step led to what is not finite and was not taken: nothing is learned from it.
-
-    Integer buffers go on.
-    """
-    buffers = {k: b if tree.is_inexact(b) else seen.buffers[k] for k, b in state.buffers.items()}
-    carry = state.carry._replace(buffers=buffers)
-    return state._replace(carry=carry, taken=torch.zeros_like(state.taken))

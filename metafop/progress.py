@@ -1,5 +1,6 @@
 """How far long work is: whoever wants to know passes a function, such as a `Line`."""
 
+import math
 import sys
 import time
 from typing import TextIO
@@ -19,7 +20,7 @@ class Line:
 
     def __init__(self, stream: TextIO | None = None, every: float = 0.1) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._every, self._last = every, 0.0
+        self._every, self._last = every, -math.inf
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """Show `what` is being done, and how many steps of it are `done`, of how many in `total`."""

@@ -56,6 +56,7 @@ def scale_free(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
     return Meta(
         type(grads.hyper)(*(free(h) for h in grads.hyper)),
         {k: tree.map(lambda x, k=k: _divided(x, by_name[k]), h) for k, h in grads.precond.items()},
+        tree.map(lambda x: _divided(x, everywhere), grads.loss),
     )
 
 
@@ -112,7 +113,7 @@ def bound_norm(limit: float) -> Bound:
         return x * (limit / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(max=1)
 
     def bounded(meta: Meta) -> Meta:
-        return Meta(meta.hyper, {k: _inner_map(shrink, m) for k, m in meta.precond.items()})
+        return meta._replace(precond={k: _inner_map(shrink, m) for k, m in meta.precond.items()})
 
     return bounded
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from metafop import diagnostics
-from metafop.types import Meta, Params, Trains
+from metafop.protocols import Trains
+from metafop.types import Meta, Params
 
 try:
     from PIL import Image, ImageDraw
@@ -56,7 +57,7 @@ class Logger:
     >>> meta, carry = training.init_meta(params, lr=0.01), training.init(params)
     >>> with tempfile.TemporaryDirectory() as directory, Logger(directory) as logger:
     ...     for step in range(10):
-    ...         seen = training.evaluate(carry, torch.tensor([1.0, 3.0]))
+    ...         seen = training.evaluate(meta, carry, torch.tensor([1.0, 3.0]))
     ...         carry, info = training.advance(meta, carry, seen)
     ...         logger.info(step, info)
     ...     logger.diagnostics(step, training, meta, seen.grads)

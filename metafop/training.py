@@ -10,37 +10,27 @@ import torch
 from torch import Generator, Tensor
 from torch.func import grad_and_value
 
-from metafop import stopped_gradients, tree, validation
-from metafop.optimizers import completed, fitted
+from metafop import loss_leaves, stopped_gradients, torch_errors, tree, validation
+from metafop.functional import with_leaves
+from metafop.optimizers import Scheduled, completed, fitted
 from metafop.preconditioners import Identity, batched
-from metafop.types import (
-    Batch,
-    Buffers,
-    Carry,
-    CompleteOptimizer,
-    Domains,
-    Info,
-    Last,
-    Loss,
-    Meta,
-    Optimizer,
-    Params,
-    Preconditioner,
-    Seen,
-    Tree,
-)
+from metafop.protocols import CompleteOptimizer, Domain, Domains, Optimizer, Preconditioner
+from metafop.types import Batch, Buffers, Carry, Info, Last, Loss, Meta, Params, Seen, Tree
 
 
 @dataclass(frozen=True)
 class Training:
     """A loss, an optimizer, and a preconditioner for each parameter (those not named get `Identity`).
 
-    seen = evaluate(carry, batch)           value, gradients, buffers: expensive, does not see meta
-    carry = advance(meta, carry, seen)      θ' = update(hyper, θ, P(m) ∇J): cheap, sees meta
+    seen = evaluate(meta, carry, batch)     value, gradients, buffers: expensive, sees meta.loss alone
+    carry = advance(meta, carry, seen)      θ' = update(hyper, θ, P(m) ∇J): cheap, sees hyper and precond
 
-    loss: `loss(params, buffers, batch) -> (value, buffers)`, pure; `metafop.functional` makes one.
+    loss: `loss(params, buffers, batch) -> (value, buffers)`, pure; `metafop.functional` makes one. With a
+        fourth argument it is given the leaves of meta.loss.
     optimizer: one of the library, or any object with domains, init and update.
     preconditioners: families by parameter name (none), such as `assign(params)` makes.
+    loss_domains: the ranges of leaves of meta.loss, by pattern of their names, such as `{"l2": Positive()}`:
+        that of any other is `Free()` (none).
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] - batch).square().sum())
     >>> training = Training(loss, SGD())
@@ -54,22 +44,30 @@ class Training:
     loss: Loss
     optimizer: Optimizer
     preconditioners: Mapping[str, Preconditioner] = field(default_factory=dict)
+    loss_domains: Mapping[str, Domain] = field(default_factory=dict)
+    _loss: Loss = field(init=False, repr=False, compare=False)  # the loss, which takes leaves
     _rule: CompleteOptimizer = field(init=False, repr=False, compare=False)  # the optimizer, completed
 
     def __post_init__(self) -> None:
         validation.loss(self.loss)
+        object.__setattr__(self, "_loss", with_leaves(self.loss))
         object.__setattr__(self, "_rule", completed("Training", self.optimizer))
         validation.preconditioners(self.preconditioners)
+        validation.loss_domains(self.loss_domains)
 
     @property
     def domains(self) -> Domains:
         return self._rule.domains
 
-    def init_meta(self, params: Params, generator: Generator | None = None, **hyper: Any) -> Meta:
-        """Return where learning starts: the optimizer's hyperparameters, and each family's tensors.
+    def init_meta(
+        self, params: Params, generator: Generator | None = None, *, loss: Tree = None, **hyper: Any
+    ) -> Meta:
+        """Return where learning starts: the optimizer's hyperparameters, each family's tensors, leaves.
 
-        params: what is trained, by name; hyperparameters take its precision.
+        params: what is trained, by name; what is learned takes its precision.
         generator: where families that start at random (`LowRank`) draw from.
+        loss: the leaves that the loss is given as its fourth argument: a tree of tensors and numbers, such as
+            `{"l2": 1e-4, "weights": torch.ones(5000)}` (None, for a loss that takes none).
         hyper: lr and the like, by name: numbers, or dicts of these by pattern of parameter names, such as
             `lr={"encoder.*": 1e-3, "*": 1e-2}`; each pattern is one learned number. What is left out has the
             optimizer's default.
@@ -77,7 +75,8 @@ class Training:
         validation.params(params)
         validation.start(self.preconditioners, params, generator)
         precond = {k: self._family(k).init(p, generator) for k, p in params.items()}
-        meta = Meta(fitted(self._rule, hyper, params), precond)
+        leaves = loss_leaves.made(self.loss, self.optimizer, self.loss_domains, loss, params)
+        meta = Meta(fitted(self._rule, hyper, params), precond, leaves)
         validation.distinct(meta)
         return meta
 
@@ -91,27 +90,31 @@ class Training:
         validation.buffers(buffers or {})
         return Carry(params, self._rule.init(params), buffers or {})
 
-    def evaluate(self, carry: Carry, batch: Batch) -> Seen:
-        """Return the loss of a `batch` at the parameters of `carry`, its gradients, the buffers after it."""
+    def evaluate(self, meta: Meta, carry: Carry, batch: Batch) -> Seen:
+        """Return the loss of a `batch` at the parameters of `carry`, its gradients, the buffers after it.
+
+        The loss is given the leaves `meta.loss`; of what is scheduled, the entry of the step.
+        """
+        validation.evaluated(meta, carry)
+        leaves = self._rule.leaves(meta.loss, carry.opt) if isinstance(self._rule, Scheduled) else meta.loss
 
         def objective(params: Params) -> tuple[Tensor, Buffers]:
-            result = self.loss(params, carry.buffers, batch)
+            result = self._loss(params, carry.buffers, batch, leaves)
             validation.returned(result, carry.buffers)
             validation.depends(result[0])
             return result
 
-        validation.carry(carry)
-        versions = validation.versions(carry.params)
+        versions = validation.versions(carry.params, leaves)
         try:
             with stopped_gradients.inner_alone():
                 grads, (value, buffers) = grad_and_value(objective, has_aux=True)(carry.params)
-        except RuntimeError as error:
-            validation.explain(error)
+        except (RuntimeError, IndexError) as error:
+            torch_errors.explain(error)
             raise
-        validation.unwritten(carry.params, versions)
+        validation.unwritten(carry.params, leaves, versions)
         validation.dense(grads)
         seen = Seen(value, grads, {k: buffers[k].detach() for k in carry.buffers})
-        return _unrecorded(seen, (carry.params, batch))
+        return _unrecorded(seen, (carry.params, leaves, batch))
 
     def advance(self, meta: Meta, carry: Carry, seen: Seen) -> tuple[Carry, Info]:
         """Return the carry after a step from `carry`, on what was `seen` there, as `meta` says; and info.
@@ -124,25 +127,38 @@ class Training:
         return Carry(params, opt, seen.buffers), {"value": seen.value}
 
     def step(self, meta: Meta, carry: Carry, batch: Batch) -> tuple[Carry, Info]:
-        """Return `advance(meta, carry, evaluate(carry, batch))`: one step of training."""
-        return self.advance(meta, carry, self.evaluate(carry, batch))
+        """Return `advance(meta, carry, evaluate(meta, carry, batch))`: one step of training."""
+        return self.advance(meta, carry, self.evaluate(meta, carry, batch))
 
     def pullback(self, meta: Meta, last: Last, cotangent: Params) -> Meta:
         """Return the derivative of ⟨`cotangent`, params after the `last` step⟩ in `meta`.
 
         What led to that step is held: this is the truncation that makes the online estimate cheap, and biased
         (docs/math.md, 1). Without credit it is the VJP of `advance`; with credit, P(m) stands before all the
-        gradients that moved θ.
+        gradients that moved θ. If `last` has what its loss was given, the derivative in its leaves is one
+        more pullback, of the gradient; otherwise it is left out, as zeros.
         """
         carry, seen = last.carry, last.seen
         direction = self.precondition(meta.precond, seen.grads)
         step = (meta.hyper, carry.params, carry.opt, direction, cotangent)
-        d_hyper, toward = self._rule.pullback(*step)
-        if last.credit:
-            toward = self._rule.toward(*step)
+        d_hyper, d_direction = self._rule.pullback(*step)
+        toward = self._rule.toward(*step) if last.credit else d_direction
         moved_by = last.credit or seen.grads
         families = {k: self._family(k) for k in meta.precond}
-        return Meta(d_hyper, batched.pullbacks(families, meta.precond, moved_by, toward))
+        d_precond = batched.pullbacks(families, meta.precond, moved_by, toward)
+        return Meta(d_hyper, d_precond, self._loss_pullback(meta, last, d_direction))
+
+    def _loss_pullback(self, meta: Meta, last: Last, d_direction: Params) -> Tree:
+        """Return ∂⟨P c, ∇J(θ)⟩ in the leaves of the loss, c being `d_direction`: P is symmetric."""
+        given = last.given
+        if not given:
+            return tree.zeros_like(meta.loss)
+        d_grads = self.precondition(meta.precond, d_direction)
+
+        def grads(leaves: Tree) -> Params:
+            return self.evaluate(meta._replace(loss=leaves), last.carry, given.batch).grads
+
+        return tree.pull(grads, given.leaves, d_grads)
 
     def precondition(self, precond: dict[str, Tree], grads: Params) -> Params:
         """Return P(m) g for each parameter, its m from `precond` and its g from `grads`."""

@@ -5,6 +5,7 @@ here alone.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,6 +110,21 @@ def named(x: Tree, prefix: str = "") -> dict[str, Tensor]:
     return {name: leaf for part in inside for name, leaf in part.items()}
 
 
+def map_named(function: Callable[[str, Any], Tensor], x: Tree, prefix: str = "") -> Tree:
+    """Return `function(name, leaf)` of every leaf of `x`, named as by `named`; it may be no tensor yet.
+
+    prefix: what each name starts with, before a dot (none).
+    """
+    if not isinstance(x, dict | tuple | list):
+        return function(prefix, x)
+    inside = [
+        map_named(function, child, f"{prefix}.{key}" if prefix else f"{key}") for key, child in _children(x)
+    ]
+    if isinstance(x, dict):
+        return dict(zip(x, inside, strict=True))
+    return type(x)(*inside) if hasattr(x, "_fields") else type(x)(inside)
+
+
 def replace(x: Tree, new: dict[str, Tensor]) -> Tree:
     """Return `x` with the leaves that `new` names replaced."""
     old, (_, structure) = named(x), pytree.tree_flatten(x)
@@ -132,6 +148,12 @@ def partition(x: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
     return [leaf for d, leaf in zip(differentiable, everything, strict=True) if d], rebuild
 
 
+def derivative(x: Tree, floats: Iterable[Tensor]) -> Tree:
+    """Return a derivative in `x`, given that in its floating-point leaves: zero in integers."""
+    _, rebuild = partition(map(torch.zeros_like, x))
+    return rebuild(list(floats))
+
+
 def with_params(carry: Tree, params: Iterable[Tensor]) -> Tree:
     """Return the `carry` with other parameters, given as `params` in the order of `carry.params`."""
     everything, structure = pytree.tree_flatten(carry)
@@ -147,6 +169,11 @@ def param_places(count: int, rebuild: Callable[[list], Tree]) -> list[int]:
     By place, not by identity: two parameters, or one and a leaf of the optimizer, may start as one tensor.
     """
     return list(rebuild(list(range(count))).params.values())
+
+
+def instances(x: Tree, kind: type) -> list[Any]:
+    """Return the objects of a `kind` that stand in `x`, but for those within one another."""
+    return [each for each in leaves(x, is_leaf=lambda x: isinstance(x, kind)) if isinstance(each, kind)]
 
 
 def size(x: Tree) -> int:

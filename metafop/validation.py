@@ -1,15 +1,14 @@
 """What a training refuses: one sentence each, with the object, the value and the remedy."""
 
 import inspect
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
 from metafop import tree
-from metafop.types import Buffers, Carry, Loss, Meta, Params
+from metafop.types import Buffers, Carry, Loss, Meta, Params, Tree
 
 
 def instance(owner: str, what: str, value: object) -> None:
@@ -26,14 +25,38 @@ def loss(loss: Loss) -> None:
             "Make a loss of it: functional.from_module(model, loss)."
         )
     try:
-        inspect.signature(loss).bind(None, None, None)
+        signature = inspect.signature(loss)
     except TypeError:
-        raise TypeError(
-            f"A loss takes (params, buffers, batch), got {loss!r}, which does not. "
-            "Lift a loss(params, batch) with functional.plain."
-        ) from None
+        signature = None
     except ValueError:  # it has no signature to look at
         return
+    if signature is None or not (_binds(signature, 3) or _binds(signature, 4)):
+        raise TypeError(
+            f"A loss takes (params, buffers, batch) and, if any are learned, leaves of meta; got {loss!r}, "
+            "which does not. Lift a loss(params, batch) with functional.plain."
+        )
+
+
+def _binds(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*count * [None])
+    except TypeError:
+        return False
+    return True
+
+
+def loss_domains(domains: Any) -> None:
+    if not isinstance(domains, Mapping):
+        raise TypeError(
+            f"Training takes loss_domains by pattern of names, got {domains!r}. "
+            'Pass a dict such as {"l2": Positive()}.'
+        )
+    for pattern, domain in domains.items():
+        if isinstance(domain, type) or not hasattr(domain, "holds"):
+            raise TypeError(
+                f"Training got {domain!r} as the domain of {pattern!r} in loss_domains. Pass Positive(), "
+                "Unit() or Free() of metafop.optimizers."
+            )
 
 
 def preconditioners(preconditioners: Mapping[str, Any]) -> None:
@@ -133,11 +156,7 @@ def returned(result: Any, given: Buffers) -> None:
 
 
 def same_tree(meta: Meta, carry: Carry) -> None:
-    if not isinstance(meta, Meta):
-        raise TypeError(
-            f"A training takes a Meta, got {type(meta).__name__}. "
-            "Make one with training.init_meta(params, lr=...)."
-        )
+    _meta(meta)
     if meta.precond.keys() != carry.params.keys():
         raise ValueError(
             f"The parameters are {sorted(carry.params)}, but meta was made for {sorted(meta.precond)}. "
@@ -163,6 +182,20 @@ def tensors(name: str, x: Any) -> None:
         tensors(f"{name}.{key}", each)
 
 
+def evaluated(meta: Any, carry: Any) -> None:
+    """Refuse arguments of `evaluate` that are no meta or no carry."""
+    _meta(meta)
+    _carry(carry)
+
+
+def _meta(meta: Any) -> None:
+    if not isinstance(meta, Meta):
+        raise TypeError(
+            f"A training takes a Meta before the carry, got {type(meta).__name__}. "
+            "Make one with training.init_meta(params, lr=...)."
+        )
+
+
 def carry(carry: Any) -> None:
     """Refuse what is no carry, such as a meta in its place."""
     if not isinstance(getattr(carry, "params", None), dict):
@@ -170,6 +203,9 @@ def carry(carry: Any) -> None:
             f"The carry is a {type(carry).__name__}, which holds no params. Pass what training.init(params) "
             "returns, or the carry of an earlier step or estimate."
         )
+
+
+_carry = carry
 
 
 def dense(grads: Params) -> None:
@@ -192,77 +228,22 @@ def depends(value: Tensor) -> None:
         )
 
 
-def versions(params: Params) -> dict[str, int]:
-    """Return how often each parameter was written into, for `unwritten`; torch.compile cannot follow that."""
-    return {} if torch.compiler.is_compiling() else {k: p._version for k, p in params.items()}
+def versions(params: Params, leaves: Tree) -> list[int]:
+    """Return how often each tensor was written into, for `unwritten`; torch.compile cannot follow that."""
+    if torch.compiler.is_compiling():
+        return []
+    return [x._version for x in (*params.values(), *tree.leaves(leaves))]
 
 
-def unwritten(params: Params, versions: Mapping[str, int]) -> None:
-    """Refuse a loss that has written into the parameters since they had these versions."""
-    for name, version in versions.items():
-        if params[name]._version != version:
+def unwritten(params: Params, leaves: Tree, versions: Sequence[int]) -> None:
+    """Refuse a loss that has written into what it is given since that had these versions."""
+    if not versions or [x._version for x in (*params.values(), *tree.leaves(leaves))] == versions:
+        return
+    named = [(f"the parameter {k!r}", x) for k, x in params.items()]
+    named += [(f"the leaf {k!r}", x) for k, x in tree.named(leaves).items()]
+    for (what, x), version in zip(named, versions, strict=True):
+        if x._version != version:
             raise ValueError(
-                f"The loss writes into the parameter {name!r} that it is given, as an embedding with "
-                "max_norm does. Compute new tensors instead."
+                f"The loss writes into {what} that it is given, as an embedding with max_norm does. "
+                "Compute new tensors instead."
             )
-
-
-def explain(error: RuntimeError) -> None:
-    """Raise a sentence in place of torch's error, if it is a known one."""
-    for pattern, sentence in _KNOWN.items():
-        if found := re.search(pattern, str(error)):
-            raise NotImplementedError(sentence.format(*found.groups())) from error
-
-
-# What torch says when torch.func cannot do something, and what is to be done about it.
-_KNOWN = {
-    r"derivative for '?(?:aten::)?_?(\w+?)(?:_backward)?'? is not implemented": (
-        "torch has no derivative, or no second one, of {0}, which the loss uses and an unrolled "
-        "hypergradient needs. Write it out in other operations (an embedding bag is a mean of embeddings, "
-        "cdist the norm of x[:, None] - y), or use evolution."
-    ),
-    r"function '?(\w+?)'? is not differentiable with respect to argument '?(\w+?)'?\.": (
-        "torch has no derivative of {0} in its argument {1}, which the loss computes from the parameters. "
-        "To stop a gradient there makes no difference to the derivative of a run. Write {0} out in other "
-        "operations, or use evolution."
-    ),
-    r"is a view and is being modified inplace": (
-        "The loss writes in place into one of several views that unbind, split or chunk return, which torch "
-        "cannot differentiate. Take the parts by indexing, x[0], or compute new tensors."
-    ),
-    r"saved tensor hooks": (
-        "The loss uses torch.utils.checkpoint, or other hooks on saved tensors, which torch.func cannot "
-        "follow. Call the module without it: an Adjoint keeps no graph longer than a step."
-    ),
-    r"must override the setup_context": (
-        "The loss uses a torch.autograd.Function without setup_context, which torch.func cannot follow; "
-        "torch.utils.checkpoint with use_reentrant=True and full backward hooks of modules are such. Give "
-        "the function a setup_context, or write it in torch's operations."
-    ),
-    r"Cannot access data pointer of Tensor that doesn't have storage": (
-        "The loss uses an operation that reads memory behind torch.func, such as packing sequences "
-        "(PackedSequence) or numpy(). Pad sequences and mask what is beyond their end, and compute with "
-        "torch's operations."
-    ),
-    r"random operation while in randomness error mode": (
-        "The loss draws random numbers, which vmap refuses: they would be others whenever a step is taken "
-        "again. Pass seeded=True to functional.from_module or functional.plain."
-    ),
-    r"escaped\?": (
-        "The loss keeps a tensor from one call to the next in an attribute or a variable, which torch.func "
-        "cannot follow. Make it a buffer (register_buffer), or return it with the buffers."
-    ),
-    r"Tensor\.requires_grad_\(\)|\.data` inside functorch|backward\(\) called inside": (
-        "The loss calls requires_grad_ or backward, or assigns to .data, which torch.func cannot follow. "
-        "Take no gradient inside the loss: return its value, and freeze parameters before from_module."
-    ),
-    r"would mutate a captured Tensor": (
-        "The loss writes in place into a tensor that it was not given to write into, such as a frozen "
-        "parameter, or a buffer of a loss that is not made by from_module. Make it a buffer of the module, "
-        "or return a new one with the buffers."
-    ),
-    r"vmap: inplace arithmetic": (
-        "The loss writes in place into a tensor that does not depend on what vmap maps over, with one that "
-        "does. Compute a new tensor instead."
-    ),
-}

@@ -225,9 +225,9 @@ def taken(training: Any, meta: Meta, carry: Any, batches: list) -> tuple[Last, S
     """Return the last of `len(batches) - 1` steps, and what is seen after it on the last batch."""
     for batch in batches[:-2]:
         carry, _ = training.step(meta, carry, batch)
-    seen = training.evaluate(carry, batches[-2])
+    seen = training.evaluate(meta, carry, batches[-2])
     after, _ = training.advance(meta, carry, seen)
-    return Last(carry, seen, ()), training.evaluate(after, batches[-1])
+    return Last(carry, seen, ()), training.evaluate(meta, after, batches[-1])
 
 
 def assert_near(actual: Any, expected: Any, rtol: float, size: float | Tensor = 0.0) -> None:

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from metafop.optim import FOP
 from metafop.preconditioners import LowRank
-from metafop.types import Preconditioner
+from metafop.protocols import Preconditioner
 
 Name = Literal[
     "momentum",

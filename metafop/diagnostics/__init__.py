@@ -14,8 +14,22 @@ from metafop.diagnostics.preconditioning import (
     whitening,
 )
 from metafop.diagnostics.trust import halves, metasmoothness, variance
+from metafop.diagnostics.trust_tests import (
+    Estimated,
+    GrowsSlowly,
+    HalvesAgree,
+    Metasmooth,
+    TrustTest,
+    Verdict,
+)
 
 __all__ = [
+    "Estimated",
+    "GrowsSlowly",
+    "HalvesAgree",
+    "Metasmooth",
+    "TrustTest",
+    "Verdict",
     "angle",
     "angles",
     "directions",

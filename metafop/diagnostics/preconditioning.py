@@ -13,8 +13,9 @@ from torch import Tensor
 
 from metafop import tree
 from metafop.preconditioners import Bounded, Normalized, Rescaled, Spatial
+from metafop.protocols import Inspectable, Preconditioner, Trains
 from metafop.training import Training
-from metafop.types import Inspectable, Meta, Params, Preconditioner, Trains, Tree
+from metafop.types import Meta, Params, Tree
 
 
 def summary(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:

@@ -18,7 +18,8 @@ from metafop import leaf_names, tree
 from metafop.diagnostics.preconditioning import unit, wide
 from metafop.hypergradients.validation import batch_at, horizon
 from metafop.optimizers.hyper import extremes
-from metafop.types import Batch, Batches, Estimate, Estimator, Meta, OuterLoss, Params, Trains
+from metafop.protocols import Batches, Estimator, Trains
+from metafop.types import Batch, Estimate, Meta, OuterLoss, Params
 
 
 def metasmoothness(
@@ -94,7 +95,7 @@ def variance(
     >>> training = Training(metafop.functional.plain(lambda params, batch: params["w"].sum()), SGD())
     >>> meta = training.init_meta({"w": torch.zeros(1)}, lr=0.5)
     >>> grads = [meta._replace(hyper=meta.hyper._replace(lr=torch.tensor(d))) for d in (2.0, 4.0, 6.0)]
-    >>> estimates = [metafop.Estimate(torch.tensor(0.0), d_meta, None, {}) for d_meta in grads]
+    >>> estimates = [metafop.Estimate(torch.tensor(0.0), d_meta, (), None, {}) for d_meta in grads]
     >>> found = metafop.diagnostics.variance(training, meta, estimates, ("lr",))
     >>> found["mean/hyper.lr"], found["signal_to_noise/hyper.lr"]  # in log lr: 1, 2, 3
     (tensor(2.), tensor(2.))

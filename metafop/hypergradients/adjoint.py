@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from math import isqrt
 from typing import Any, Literal, get_args
 
@@ -11,21 +12,24 @@ from metafop.hypergradients.backward_pass import BackwardPass, Checks
 from metafop.hypergradients.checkpointing import Checkpointing
 from metafop.hypergradients.checks.buffers import MissedBuffers
 from metafop.hypergradients.checks.hessian import second_derivative
+from metafop.hypergradients.checks.leaves import look_at_leaves
 from metafop.hypergradients.compiled_steps import CompiledSteps, check_compilable
 from metafop.hypergradients.differentiation import differentiation
-from metafop.hypergradients.graphs import detached
 from metafop.hypergradients.info import unroll_info
+from metafop.hypergradients.outer_loss import differentiated, value_of
 from metafop.hypergradients.step_vjp import Over, StepVJP, depends_on_value
 from metafop.hypergradients.steps import EagerSteps
 from metafop.hypergradients.validation import (
     Skip,
+    accepted,
     batch_at,
     check_progress,
     check_skip,
     explained_errors,
     horizon,
 )
-from metafop.types import Batches, Estimate, Meta, OuterLoss, Progress, Trains
+from metafop.protocols import Batches, Trains
+from metafop.types import Estimate, Meta, OuterLoss, Progress
 
 Keep = Literal["all", "sqrt", "log"]
 
@@ -92,7 +96,7 @@ class Adjoint:
                 "Adjoint(compile=True) was called inside vmap, grad or another transform of torch.func, "
                 "which cannot see into what is compiled. Call it outside, or with compile=False."
             )
-        meta, carry = detached((meta, carry))
+        meta, carry = accepted(meta, carry)
         with explained_errors():
             return self._estimate(training, outer_loss, meta, carry, batches)
 
@@ -102,7 +106,7 @@ class Adjoint:
         steps, first = horizon(training, meta, carry, batches), batch_at(batches, 0)
         if self.compile:
             check_compilable(tree.leaves(first), 0)
-        how = differentiation(training, self.over, carry, first)
+        how = differentiation(training, self.over, meta, carry, first)
         step_vjp = StepVJP(training, how.over, depends_on_value(training, meta, carry))
         if self.compile:
             taken = CompiledSteps(step_vjp, meta, carry, batches, "compiled" not in self.skip)
@@ -111,14 +115,19 @@ class Adjoint:
         # A compiled step back leaves out the gradient that was kept.
         gradient = tree.size(carry.params) if self.compile else 0
         checkpointing = Checkpointing(tree.size(carry), tree.size(carry) + gradient)
-        missed = MissedBuffers(training, carry, steps, self.skip)
-        with how.context(), second_derivative(training, "reverse", self.skip) as second:
+        missed = MissedBuffers(training, meta, carry, steps, self.skip)
+        with how.context(), second_derivative(training, meta, "reverse", self.skip) as second:
+            on_leaves = look_at_leaves(training, "reverse", self.skip, outer_loss, meta, carry, batches)
             checks = Checks("repeat" not in self.skip, second, missed, self.progress)
-            there_and_back = BackwardPass(taken, outer_loss, batches, checkpointing, checks)
+            there_and_back = BackwardPass(
+                taken, partial(differentiated, outer_loss, meta), batches, checkpointing, checks
+            )
             done = there_and_back(carry, self._budget(checkpointing, steps))
-            notes = (*how.notes, *second.notes, missed.note(outer_loss, done.carry, done.value))
+            buffers = missed.note(partial(value_of, outer_loss, meta), done.carry, done.value)
+        notes = (*how.notes, *second.notes, *on_leaves, buffers)
         info = unroll_info(done.carry, done.value, done.grads, done.values, done.sizes, notes)
-        return Estimate(done.value, done.grads, done.carry, info)
+        start = tree.derivative(carry, done.start)
+        return Estimate(done.value, done.grads, start, done.carry, info)
 
     def _budget(self, checkpointing: Checkpointing, steps: int) -> int:
         """Return the bytes of carries to keep, or refuse a horizon that does not fit into the memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,20 +13,23 @@ from metafop import tree
 from metafop.hypergradients.adjoint import adjoint
 from metafop.hypergradients.checks.buffers import MissedBuffers
 from metafop.hypergradients.checks.hessian import second_derivative
+from metafop.hypergradients.checks.leaves import look_at_leaves
 from metafop.hypergradients.checks.repeat import check_repeated, repeats_after
 from metafop.hypergradients.differentiation import differentiation
 from metafop.hypergradients.graphs import detached, with_constant_buffers
 from metafop.hypergradients.info import unroll_info
-from metafop.hypergradients.outer_loss import check_dependence, value_of
+from metafop.hypergradients.outer_loss import check_dependence, check_reads_carry, value_of
 from metafop.hypergradients.validation import (
     Skip,
+    accepted,
     batch_at,
     check_progress,
     check_skip,
     explained_errors,
     horizon,
 )
-from metafop.types import Batches, Estimate, Meta, OuterLoss, Progress, Trains
+from metafop.protocols import Batches, Trains
+from metafop.types import Estimate, Meta, OuterLoss, Progress, Seen
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Autograd:
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
-        meta, carry = detached((meta, carry))
+        meta, carry = accepted(meta, carry)
         with explained_errors():
             return self._estimate(training, outer_loss, meta, carry, batches)
 
@@ -54,15 +58,18 @@ class Autograd:
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
         steps, first = horizon(training, meta, carry, batches), batch_at(batches, 0)
-        how = differentiation(training, "reverse", carry, first)
-        missed = MissedBuffers(training, carry, steps, self.skip)
+        how = differentiation(training, "reverse", meta, carry, first)
+        missed = MissedBuffers(training, meta, carry, steps, self.skip)
+        floats, rebuild = tree.partition(carry)
 
-        def unrolled(meta: Meta) -> tuple[Tensor, tuple[Any, list[Tensor], dict[int, Any]]]:
-            now, values, looked_at = carry, [], {}
-            seen = seen_first = training.evaluate(with_constant_buffers(now), first)
+        def unrolled(
+            meta: Meta, start: list[Tensor]
+        ) -> tuple[Tensor, tuple[Any, list[Tensor], dict[int, Any]]]:
+            now, values, looked_at = rebuild(start), [], {}
+            seen = seen_first = training.evaluate(meta, with_constant_buffers(now), first)
             for t in range(steps):
                 if t > 0:
-                    seen = training.evaluate(with_constant_buffers(now), batch_at(batches, t))
+                    seen = training.evaluate(meta, with_constant_buffers(now), batch_at(batches, t))
                 if t in missed.steps or second.is_due():
                     looked_at[t] = (now, seen)
                 now, _ = training.advance(meta, with_constant_buffers(now), seen)
@@ -70,23 +77,30 @@ class Autograd:
                 if self.progress is not None:
                     self.progress("forward", t + 1, steps)
                 if t == repeats_after(steps, self.skip):
-                    again = training.evaluate(carry, batch_at(batches, 0))
-                    check_repeated(0, tree.leaves(seen_first), tree.leaves(again))
-            value = value_of(outer_loss, with_constant_buffers(now))
+                    _repeat_first(training, meta, rebuild(start), batches, seen_first)
+            value = value_of(outer_loss, meta, with_constant_buffers(now))
             check_dependence(tree.is_tracked(value))
             return value, (now, values, looked_at)
 
-        with how.context(), second_derivative(training, "reverse", self.skip) as second:
-            unroll = grad_and_value(unrolled, has_aux=True)
-            grads, (value, (after, values, looked_at)) = detached(unroll(meta))
+        with how.context(), second_derivative(training, meta, "reverse", self.skip) as second:
+            on_leaves = look_at_leaves(training, "reverse", self.skip, outer_loss, meta, carry, batches)
+            unroll = grad_and_value(unrolled, argnums=(0, 1), has_aux=True)
+            (grads, d_start), (value, (after, values, looked_at)) = detached(unroll(meta, floats))
+            check_reads_carry(outer_loss, meta, after)
             for t, (now, seen) in looked_at.items():
                 second.look(now, batch_at(batches, t))
                 missed.at(t, now, batch_at(batches, t), seen)
-            notes = (*how.notes, *second.notes, missed.note(outer_loss, after, value))
+            buffers = missed.note(partial(value_of, outer_loss, meta), after, value)
+            notes = (*how.notes, *second.notes, *on_leaves, buffers)
             info = unroll_info(after, value, grads, values, notes=notes)
         if not tree.is_transforming() and info["overflow"] == 0:  # a graph does not tell where it overflowed
             info = adjoint(training, outer_loss, meta, carry, batches).info
-        return Estimate(value, grads, after, info)
+        return Estimate(value, grads, tree.derivative(carry, d_start), after, info)
+
+
+def _repeat_first(training: Trains, meta: Meta, start: Any, batches: Batches, seen: Seen) -> None:
+    again = training.evaluate(meta, with_constant_buffers(start), batch_at(batches, 0))
+    check_repeated(0, tree.leaves(seen), tree.leaves(again))
 
 
 autograd = Autograd()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +13,11 @@ from metafop.hypergradients.checkpointing import Checkpointing
 from metafop.hypergradients.checks.buffers import MissedBuffers
 from metafop.hypergradients.checks.hessian import SecondDerivative
 from metafop.hypergradients.checks.repeat import check_repeated, rounding
-from metafop.hypergradients.outer_loss import Cotangent, value_and_cotangent
+from metafop.hypergradients.outer_loss import Cotangent, Outer
 from metafop.hypergradients.steps import Kept, Steps
 from metafop.hypergradients.validation import batch_at
-from metafop.types import Batches, Meta, OuterLoss, Params, Progress, Seen
+from metafop.protocols import Batches
+from metafop.types import Meta, Params, Progress, Seen
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Unrolled:
     carry: Any  # after all steps
     value: Tensor  # the outer loss there
     grads: Meta
+    start: Cotangent  # λ_0
     values: list[Tensor]  # the loss that each step saw
     sizes: list[Tensor]  # ‖λ_t‖ for t = 0 … T
 
@@ -50,7 +53,7 @@ class BackwardPass:
     """
 
     steps: Steps
-    outer_loss: OuterLoss
+    outer_loss: Callable[[Any], Outer]
     batches: Batches
     checkpointing: Checkpointing
     checks: Checks
@@ -60,7 +63,6 @@ class BackwardPass:
 
     def __call__(self, carry: Any, budget: int) -> Unrolled:
         """Go forward over all steps from a carry, and back to it."""
-        self.grads = self.steps.zero_grads()
         waiting, stop = [(0, self.steps.start(carry), budget)], len(self.batches)
         while waiting:
             start, kept, budget = waiting[-1]
@@ -73,7 +75,7 @@ class BackwardPass:
                 self._there_and_back(start, stop, kept)
                 stop = start
         after, grads = self.steps.carry(self.last), self.steps.meta_grads(self.grads)
-        return Unrolled(after, self.value, grads, self.values, self.sizes[::-1])
+        return Unrolled(after, self.value, grads, self.cotangent, self.values, self.sizes[::-1])
 
     def _forward(self, kept: Kept, start: int, stop: int) -> Kept:
         for t in range(start, stop):
@@ -96,14 +98,16 @@ class BackwardPass:
             if self.checks.repeated:
                 check_repeated(t, last_seen or [self.values[t]], again, self.slack[t])
             if self.checks.second_derivative.is_due():
-                self.checks.second_derivative.look(self.steps.carry(before), batch_at(self.batches, t))
+                here = self.steps.carry(before)
+                self.checks.second_derivative.look(here, batch_at(self.batches, t))
             last_seen = []
 
     def _turn_around(self, kept: Kept) -> None:
         """Take the outer loss at the end, and its derivative."""
         self.last = kept
-        self.value, cotangent = value_and_cotangent(self.outer_loss, self.steps.carry(kept))
-        self.cotangent: Cotangent = [x.contiguous() for x in cotangent]  # as a step back returns it
+        outer = self.outer_loss(self.steps.carry(kept))
+        self.value, self.grads = outer.value, self.steps.start_grads(outer.d_meta)
+        self.cotangent: Cotangent = [x.contiguous() for x in outer.cotangent]  # as a step back returns it
         self.sizes.append(tree.norm(self.cotangent))
         # Compiled, steps forward and back are computed by other kernels.
         compiled = self.steps.reuses_gradients

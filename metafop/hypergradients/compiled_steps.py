@@ -15,7 +15,8 @@ from metafop.hypergradients.outer_loss import Cotangent
 from metafop.hypergradients.per_training_cache import PerTraining
 from metafop.hypergradients.step_vjp import StepVJP
 from metafop.hypergradients.validation import batch_at
-from metafop.types import Batch, Batches, Meta, Seen, Trains
+from metafop.protocols import Batches, Trains
+from metafop.types import Batch, Meta, Seen
 
 
 class CompiledSteps:
@@ -35,7 +36,7 @@ class CompiledSteps:
         )
         leaves, self._meta_structure = tree.flatten(meta)
         self._meta, self._carry_structure = Formed(leaves), tree.flatten(carry)[1]
-        self._first = carry
+        self._first = (meta, carry)
         self._functions: dict[tree.Structure, _Functions] = {}  # by the structure of a batch
 
     def start(self, carry: Any) -> Leaves:
@@ -44,8 +45,8 @@ class CompiledSteps:
     def carry(self, kept: Leaves) -> Any:
         return tree.unflatten(kept, self._carry_structure)
 
-    def zero_grads(self) -> Leaves:
-        return [torch.zeros_like(x) for x in self._meta]
+    def start_grads(self, grads: Meta) -> Leaves:
+        return [x.contiguous() for x in tree.leaves(grads)]  # as a step back returns them
 
     def meta_grads(self, grads: Leaves) -> Meta:
         return tree.unflatten(grads, self._meta_structure)
@@ -76,7 +77,7 @@ class CompiledSteps:
     def _lays_channels_last(self) -> bool:
         batch = batch_at(self.batches, 0)
         shapes = tuple(x.shape if isinstance(x, Tensor) else None for x in tree.leaves(batch))
-        return _channels_last(self.training, shapes, self._first, batch)
+        return _channels_last(self.training, shapes, *self._first, batch)
 
 
 _channels_last = PerTraining(lambda training, _, *args: takes_channels_last(training, *args))
@@ -98,7 +99,7 @@ def check_compilable(batch: Leaves, t: int) -> None:
 
 
 class _Functions(NamedTuple):
-    """forward(meta, carry, batch) -> (carry, seen)        seen = [value, *grads, *buffers]
+    """forward(meta, carry, batch) -> (carry, seen)        seen = [value, *gradients, *buffers]
 
     backward(meta, carry, batch, grads, λ, seen) -> (grads, λ, [‖λ‖], [value again])
     """
@@ -116,22 +117,29 @@ def _compiled(training: Trains, key: tuple) -> _Functions:
 
     def forward(*leaves: Leaves) -> tuple[Leaves, ...]:
         meta, carry, batch = trees(*leaves)
-        seen = training.evaluate(carry, batch)
+        seen = training.evaluate(meta, carry, batch)
         after, _ = training.advance(meta, carry, seen)
-        grads, buffers = [seen.grads[k] for k in carry.params], [seen.buffers[k] for k in carry.buffers]
-        return tree.leaves(after), [seen.value, *grads, *buffers]
+        gradients = [part[k] for part in (seen.grads, seen.cotangent) if part for k in carry.params]
+        return tree.leaves(after), [seen.value, *gradients, *(seen.buffers[k] for k in carry.buffers)]
 
     def backward(
         meta_leaves: Leaves, leaves: Leaves, batch: Leaves, grads: Leaves, cotangent: Leaves, kept: Leaves
     ) -> tuple[Leaves, ...]:
         meta, carry, batch = trees(meta_leaves, leaves, batch)
-        value, *others = kept
-        grads_of = dict(zip(carry.params, others, strict=False))
-        buffers = dict(zip(carry.buffers, others[len(grads_of) :], strict=True))
-        d_meta, cotangent, again = step_vjp(meta, carry, batch, cotangent, Seen(value, grads_of, buffers))
+        seen = _unpacked(kept, carry)
+        d_meta, cotangent, again = step_vjp(meta, carry, batch, cotangent, seen)
         return tree.add(grads, tree.leaves(d_meta)), cotangent, [tree.norm(cotangent)], [again.value]
 
     return _Functions(Compiled(forward, checked), Compiled(backward, checked))
+
+
+def _unpacked(kept: Leaves, carry: Any) -> Seen:
+    """Return what a step saw: the loss, its gradients, those of a validation loss if any, buffers."""
+    value, *others = kept
+    count, rest = len(carry.params), len(others) - len(carry.buffers)
+    of_params = [dict(zip(carry.params, others[i : i + count], strict=True)) for i in range(0, rest, count)]
+    buffers = dict(zip(carry.buffers, others[rest:], strict=True))
+    return Seen(value, of_params[0], buffers, of_params[1] if len(of_params) > 1 else ())
 
 
 # The same functions each time, so that they are compiled once.

@@ -12,11 +12,13 @@ from torch.func import vjp
 
 from metafop import tree
 from metafop.hypergradients.graphs import with_constant_buffers
+from metafop.hypergradients.inputs import Inputs, inputs_of
 from metafop.hypergradients.locked_jvp import jvp
 from metafop.hypergradients.per_training_cache import PerTraining
 from metafop.hypergradients.step_vjp import Over, gradients
+from metafop.protocols import Trains
 from metafop.twice_differentiable import TwiceDifferentiable
-from metafop.types import Batch, Trains
+from metafop.types import Batch, Meta
 
 
 class Differentiation(NamedTuple):
@@ -41,31 +43,31 @@ class Differentiation(NamedTuple):
             yield
 
 
-def differentiation(training: Trains, over: Over, carry: Any, batch: Batch) -> Differentiation:
+def differentiation(training: Trains, over: Over, meta: Meta, carry: Any, batch: Batch) -> Differentiation:
     """Return how the gradient of a training is differentiated, `over` the asked mode if torch can do it."""
     inside_vmap = tree.is_transforming() and not tree.is_differentiating()
-    return _found(training, (over, inside_vmap), carry, batch)
+    return _found(training, (over, inside_vmap), meta, carry, batch)
 
 
-def _find(training: Trains, key: tuple[Over, bool], carry: Any, batch: Batch) -> Differentiation:
-    (over, inside_vmap), notes, carry = key, [], with_constant_buffers(carry)
+def _find(training: Trains, key: tuple[Over, bool], meta: Meta, carry: Any, batch: Batch) -> Differentiation:
+    (over, inside_vmap), notes, inputs = key, [], inputs_of(meta, with_constant_buffers(carry))
     with TwiceDifferentiable() as operations:
-        if over == "forward" and (reason := _forward_fails(training, carry, batch)):
+        if over == "forward" and (reason := _forward_fails(training, inputs, batch)):
             over = "reverse"
             notes.append(reason)
-        unrecorded = inside_vmap and _works_unrecorded(training, carry, batch)
-        training.evaluate(carry, batch)
+        unrecorded = inside_vmap and _works_unrecorded(training, inputs, batch)
+        training.evaluate(meta, inputs.carry, batch)
     return Differentiation(over, operations.used, unrecorded, tuple(notes))
 
 
 _found = PerTraining(_find)
 
 
-def _forward_fails(training: Trains, carry: Any, batch: Batch) -> str:
+def _forward_fails(training: Trains, inputs: Inputs, batch: Batch) -> str:
     """Return why the gradient cannot be differentiated forward, or nothing if it can."""
-    params = list(carry.params.values())
+    here = inputs.tensors
     try:
-        jvp(partial(gradients, training, carry, batch), (params,), (tree.zeros_like(params),))
+        jvp(partial(gradients, training, inputs, batch), (here,), (tree.zeros_like(here),))
     except (NotImplementedError, RuntimeError) as error:
         if "forward" not in str(error):
             raise
@@ -74,16 +76,17 @@ def _forward_fails(training: Trains, carry: Any, batch: Batch) -> str:
     return ""
 
 
-def _works_unrecorded(training: Trains, carry: Any, batch: Batch) -> bool:
+def _works_unrecorded(training: Trains, inputs: Inputs, batch: Batch) -> bool:
     """Return whether the gradient can be pulled back while torch.autograd is switched off.
 
     Inside vmap it is switched off if it can be: otherwise torch 2.15 cannot pull back through batch norm.
     torch's fused LSTM cannot do without.
     """
-    params = list(carry.params.values())
     try:
         with torch.no_grad():
-            vjp(partial(gradients, training, carry, batch), params)[1](params)
+            pulling: Any = vjp(partial(gradients, training, inputs, batch), inputs.tensors)
+            found, pull = pulling
+            pull(found)
     except RuntimeError:
         return False
     return True

@@ -12,11 +12,20 @@ from torch import Generator, Tensor
 from torch.func import vmap
 
 from metafop import leaf_names, tree
-from metafop.hypergradients.forward import learned_leaves, left_out
+from metafop.hypergradients.checks.leaves import check_leaves_used
+from metafop.hypergradients.forward import left_out
+from metafop.hypergradients.inputs import inputs_of
 from metafop.hypergradients.outer_loss import check_dependence, value_of
-from metafop.hypergradients.validation import batch_at, check_progress, explained_errors, horizon
+from metafop.hypergradients.validation import (
+    accepted,
+    batch_at,
+    check_progress,
+    explained_errors,
+    horizon,
+)
+from metafop.protocols import Batches, Domain, Trains
 from metafop.twice_differentiable import TwiceDifferentiable
-from metafop.types import Batches, Domain, Estimate, Meta, OuterLoss, Progress, Trains
+from metafop.types import Estimate, Meta, OuterLoss, Progress
 
 
 class EvolutionCarry(NamedTuple):
@@ -95,11 +104,18 @@ class Evolution:
         own = Generator().manual_seed(seed)
         return EvolutionCarry(tree.stack(2 * self.pairs * [carry]), (), own.get_state())
 
+    def check_learnable(self, names: tuple[str, ...]) -> None:
+        """Refuse to learn leaves of these `names` if there is one that `learn` does not name."""
+        leaf_names.check_learnable("Evolution", self.learn, names)
+
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
         self._check_carry(carry)
-        steps = horizon(training, meta, tree.map(lambda x: x[0], carry.carries), batches)
+        meta, carries = accepted(meta, carry.carries)
+        first = tree.map(lambda x: x[0], carries)
+        steps = horizon(training, meta, first, batches)
+        check_leaves_used(training, inputs_of(meta, first), outer_loss, batches)
         leaves, notes = self._leaves(training, meta)
         noise, rng = self._drawn(leaves, carry.rng)
         sums = _added(carry.perturbations, noise)
@@ -107,19 +123,19 @@ class Evolution:
         def unrolled(noise: leaf_names.Leaves, carry: Any) -> tuple[Tensor, Any, Tensor]:
             moved, values = tree.replace(meta, {k: leaf.moved(noise[k]) for k, leaf in leaves.items()}), []
             for t in range(steps):
-                seen = training.evaluate(carry, batch_at(batches, t))
+                seen = training.evaluate(moved, carry, batch_at(batches, t))
                 carry, _ = training.advance(moved, carry, seen)
                 values.append(seen.value)
                 if self.progress is not None:
                     self.progress("forward", t + 1, steps)
-            value = value_of(outer_loss, carry)
+            value = value_of(outer_loss, moved, carry)
             if tree.is_transforming():  # one after another, particles cannot tell
                 check_dependence(tree.is_batched(value))
             return value, carry, torch.stack(values)
 
         both = {name: torch.cat([x, -x]) for name, x in noise.items()}
         with explained_errors(), TwiceDifferentiable():  # nor has fused attention a rule for vmap
-            (losses, carries, values), slow = _for_each(unrolled, both, carry.carries)
+            (losses, carries, values), slow = _for_each(unrolled, both, carries)
 
         plus, minus = losses.chunk(2)
         slopes = (plus - minus) / (2 * self.sigma**2)
@@ -134,7 +150,7 @@ class Evolution:
             "overflow": torch.tensor(overflow),
             "notes": tuple(note for note in (*notes, slow, note) if note),
         }
-        return Estimate(_mean((plus + minus) / 2, kept), grads, EvolutionCarry(carries, sums, rng), info)
+        return Estimate(_mean((plus + minus) / 2, kept), grads, (), EvolutionCarry(carries, sums, rng), info)
 
     def _check_carry(self, carry: Any) -> None:
         if not isinstance(carry, EvolutionCarry):
@@ -151,7 +167,7 @@ class Evolution:
 
     def _leaves(self, training: Trains, meta: Meta) -> tuple[dict[str, _Leaf], list[str]]:
         """Return the leaves that are perturbed, and what is to be said of the others."""
-        learned = learned_leaves("Evolution", self.learn, meta)
+        learned = tree.named(meta) if self.learn is None else leaf_names.named("Evolution", self.learn, meta)
         passing = leaf_names.times(meta)
         leaves = {k: _Leaf(x, leaf_names.domain(training, k)) for k, x in learned.items() if k not in passing}
         stuck = [k for k, leaf in leaves.items() if not leaf.inside.all()]

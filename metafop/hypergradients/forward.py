@@ -2,35 +2,34 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import vjp, vmap
 
-from metafop import leaf_names, stopped_gradients, tree
+from metafop import leaf_names, tree
 from metafop.hypergradients.checks.buffers import MissedBuffers
 from metafop.hypergradients.checks.hessian import second_derivative
+from metafop.hypergradients.checks.leaves import look_at_leaves
 from metafop.hypergradients.checks.repeat import check_repeated, repeats_after, rounding
 from metafop.hypergradients.differentiation import differentiation
-from metafop.hypergradients.graphs import detached, with_constant_buffers
+from metafop.hypergradients.graphs import detached
 from metafop.hypergradients.info import unroll_info
-from metafop.hypergradients.locked_jvp import jvp
-from metafop.hypergradients.outer_loss import Cotangent, value_and_cotangent
-from metafop.hypergradients.step_vjp import Over
+from metafop.hypergradients.outer_loss import Cotangent, differentiated, value_of
+from metafop.hypergradients.step_jvp import StepJVP, Tangents, dots
 from metafop.hypergradients.validation import (
     Skip,
+    accepted,
     batch_at,
     check_progress,
     check_skip,
     explained_errors,
     horizon,
 )
-from metafop.types import Batch, Batches, Estimate, Meta, OuterLoss, Params, Progress, Seen, Trains
-
-Tangents = list[Tensor]  # for each floating-point leaf of a carry, one row for each learned number
+from metafop.protocols import Batches, Trains
+from metafop.types import Estimate, Meta, OuterLoss, Params, Progress
 
 
 class ForwardCarry(NamedTuple):
@@ -60,7 +59,8 @@ class Forward:
     did with the meta of its time. From a plain carry, Ċ starts at zero. `info["tangents"]` holds the norms of
     Ċ_0 … Ċ_T.
 
-    learn: names of leaves of meta, or the starts of some, as for `Unrolled` (None, all).
+    learn: names of leaves of meta, or the starts of some, as for `Unrolled`; "start", or the name of a
+        parameter behind it, for where the first window starts from (None, all of meta).
     skip: checks to leave out, as for `Adjoint` (none).
     progress: called after each step, as by `Adjoint` (None).
 
@@ -88,28 +88,35 @@ class Forward:
         """Return where windows start: the `carry`, which depends on nothing yet."""
         return ForwardCarry(carry, ())
 
+    def check_learnable(self, names: tuple[str, ...]) -> None:
+        """Refuse to learn leaves of these `names` if there is one that `learn` does not name."""
+        leaf_names.check_learnable("Forward", self.learn, names)
+
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
-        goes_on, (meta, carry) = isinstance(carry, ForwardCarry), detached((meta, carry))
+        goes_on = isinstance(carry, ForwardCarry)
+        meta, now = accepted(meta, carry.carry if goes_on else carry)
         with explained_errors():
-            estimate = self._estimate(training, outer_loss, meta, carry, batches)
+            estimate = self._estimate(
+                training, outer_loss, meta, ForwardCarry(now, carry.tangents if goes_on else ()), batches
+            )
         return estimate if goes_on else estimate._replace(carry=estimate.carry.carry)
 
     def _estimate(
-        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
+        self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: ForwardCarry, batches: Batches
     ) -> Estimate:
-        start, tangents = carry if isinstance(carry, ForwardCarry) else self.init(carry)
-        continued = len(tangents) > 0
+        start, continued = carry.carry, len(carry.tangents) > 0
         steps, first = horizon(training, meta, start, batches), batch_at(batches, 0)
-        learned = learned_leaves("Forward", self.learn, meta)
-        tangents = _fitting(tangents, start, learned)
+        learned = self._learned(meta, start)
+        tangents = detached(_fitting(carry.tangents, start, learned))
         after, sizes = start, tree.norm(tangents)[None]
         values = tangents[0].new_zeros(0)
-        how = differentiation(training, "forward", start, first)
-        missed = MissedBuffers(training, start, steps, self.skip, continued)
-        step = _StepJVP(training, meta, learned, _basis(learned), how.over)
-        with how.context(), second_derivative(training, how.over, self.skip) as second:
+        how = differentiation(training, "forward", meta, start, first)
+        missed = MissedBuffers(training, meta, start, steps, self.skip, continued)
+        step = StepJVP(training, meta, _basis(learned), how.over)
+        with how.context(), second_derivative(training, meta, how.over, self.skip) as second:
+            on_leaves = look_at_leaves(training, how.over, self.skip, outer_loss, meta, start, batches)
             for t in range(steps):
                 batch, before = batch_at(batches, t), after
                 after, seen, tangents = detached(step(before, batch, tangents))
@@ -122,101 +129,50 @@ class Forward:
                 if self.progress is not None:
                     self.progress("forward", t + 1, steps)
                 if t == repeats_after(steps, self.skip):
-                    again = training.evaluate(start, batch_at(batches, 0)).value
+                    again = training.evaluate(meta, start, batch_at(batches, 0)).value
                     check_repeated(0, [values[0]], [again], rounding(values[:1].unbind())[0])
-            value, cotangent = value_and_cotangent(outer_loss, after)
-            notes = (
-                *how.notes,
-                *second.notes,
-                left_out(meta, learned),
-                missed.note(outer_loss, after, value),
-            )
-        zeros = tree.zeros_like(meta)  # of what overflowed in grads, tangents tell more
-        grads = tree.replace(zeros, _contracted(tangents, cotangent, learned))
-        info = unroll_info(after, value, zeros, values.unbind(), notes=notes)
-        return Estimate(
-            value, grads, ForwardCarry(after, tangents), _overflow(info | {"tangents": sizes}, grads)
+            outer = differentiated(outer_loss, meta, after)
+            zeros = left_out(meta, learned, outer.d_meta)
+            buffers = missed.note(partial(value_of, outer_loss, meta), after, outer.value)
+        found = _contracted(tangents, outer.cotangent, learned)
+        grads, d_start = _by_place(found, outer.d_meta, learned, start)
+        notes = (*how.notes, *second.notes, *on_leaves, zeros, buffers)
+        # Of what overflowed in grads, tangents tell more.
+        info = unroll_info(after, outer.value, tree.zeros_like(meta), values.unbind(), notes=notes)
+        info = _overflow(info | {"tangents": sizes}, found)
+        return Estimate(outer.value, grads, d_start, ForwardCarry(after, tangents), info)
+
+    def _learned(self, meta: Meta, carry: Any) -> leaf_names.Leaves:
+        """Return the leaves that are learned, those of the start among them if it is."""
+        if self.learn is None:
+            return tree.named(meta)
+        start = carry.params if leaf_names.names_start(self.learn) else ()
+        return leaf_names.named("Forward", self.learn, leaf_names.MetaAndStart(*meta, start))
+
+
+def left_out(meta: Meta, learned: leaf_names.Leaves, found: Meta | tuple[()] = ()) -> str:
+    """Say for what zeros stand, if for any: leaves of meta that are not learned.
+
+    Those in which a derivative is `found` all the same, that of an outer loss, are named apart.
+    """
+    others = [name for name in tree.named(meta) if name not in learned]
+    partly = [name for name, d in tree.named(found).items() if name in others and _is_read(d)]
+    zeros = [name for name in others if name not in partly]
+    return " ".join(
+        sentence.format(", ".join(names))
+        for sentence, names in (
+            ("Zeros stand for the derivatives in what learn does not name: {}.", zeros),
+            ("The derivatives in {}, which learn does not name, are those of the outer loss alone.", partly),
         )
+        if names
+    )
 
 
-def learned_leaves(owner: str, learn: tuple[str, ...] | None, meta: Meta) -> leaf_names.Leaves:
-    """Return the leaves of meta that `learn` names; all for None."""
-    return tree.named(meta) if learn is None else leaf_names.named(owner, learn, meta)
-
-
-def left_out(meta: Meta, learned: leaf_names.Leaves) -> str:
-    """Say what is not learned, if there is any."""
-    others = ", ".join(name for name in tree.named(meta) if name not in learned)
-    return others and f"Zeros stand for the derivatives in what learn does not name: {others}."
+def _is_read(d: Tensor) -> bool:
+    return not tree.is_transforming() and bool(d.count_nonzero())
 
 
 forward = Forward()
-
-
-@dataclass(frozen=True)
-class _StepJVP:
-    """One step forward: the carry after it, what it saw, and the tangents of the carry.
-
-    ġ = H θ̇,    Ċ' = ∂advance/∂carry Ċ + ∂advance/∂g ġ + ∂advance/∂meta
-
-    H θ̇ is the tangent of the gradient (`over="forward"`) or, where H is symmetric, a pullback of it.
-    """
-
-    training: Trains
-    meta: Meta
-    learned: leaf_names.Leaves
-    basis: leaf_names.Leaves  # the direction of every learned number, one a row
-    over: Over
-
-    def __call__(self, carry: Any, batch: Batch, tangents: Tangents) -> tuple[Any, Seen, Tangents]:
-        floats, rebuild = tree.partition(carry)
-        d_params = rebuild(tangents).params
-        seen, d_grads = self._evaluate(carry, batch, d_params)
-        d_value = _dots(list(d_params.values()), [seen.grads[k] for k in d_params]).to(seen.value.dtype)
-
-        def advance(
-            learned: leaf_names.Leaves, floats: list[Tensor], grads: Params, value: Tensor
-        ) -> tuple[Any, Any]:
-            before, looked_at = with_constant_buffers(rebuild(floats)), Seen(value, grads, seen.buffers)
-            after, _ = self.training.advance(tree.replace(self.meta, learned), before, looked_at)
-            return tree.partition(after)[0], after
-
-        here = (self.learned, floats, seen.grads, seen.value)
-        tangents, after = _pushed(advance, here, (self.basis, tangents, d_grads, d_value))
-        return after, seen, tangents
-
-    def _evaluate(self, carry: Any, batch: Batch, d_params: Params) -> tuple[Seen, Params]:
-        """Return what is seen, and the tangents of the gradient."""
-
-        def evaluate(params: Params) -> tuple[Params, Seen]:
-            seen = self.training.evaluate(tree.with_params(carry, params.values()), batch)
-            return seen.grads, seen
-
-        if self.over == "forward":
-            d_grads, seen = _pushed(evaluate, (carry.params,), (d_params,))
-            return seen, d_grads
-        with stopped_gradients.recording() as record:
-            pulling: Any = vjp(evaluate, carry.params, has_aux=True)
-        _, pull, seen = pulling
-        if not record:
-            return seen, vmap(pull)(d_params)[0]
-        # Where a gradient is stopped, its derivative J is not symmetric: the pullback of v ↦ Jᵀ v is u ↦ J u.
-        transposed = vjp(lambda v: pull(v)[0], seen.grads)[1]
-        return seen, vmap(transposed)(d_params)[0]
-
-
-def _pushed(function: Callable[..., tuple[Any, Any]], here: tuple, along: tuple) -> tuple[Any, Any]:
-    """Return the tangents of a function along each row, and what it returns besides."""
-    push: Callable[..., Any] = vmap(lambda *along: jvp(function, here, along, has_aux=True)[1:])
-    tangents, besides = push(*along)
-    # Computed once: only tangents differ from row to row, and vmap shows one tensor as if there were many.
-    return tangents, tree.map(lambda x: x[0], besides)
-
-
-def _dots(rows: list[Tensor], x: list[Tensor]) -> Tensor:
-    """Return ⟨row, x⟩ for each row."""
-    products = [row.reshape(len(row), -1) @ leaf.flatten() for row, leaf in zip(rows, x, strict=True)]
-    return torch.stack(products).sum(0)
 
 
 def _basis(learned: leaf_names.Leaves) -> leaf_names.Leaves:
@@ -230,15 +186,21 @@ def _basis(learned: leaf_names.Leaves) -> leaf_names.Leaves:
 
 
 def _fitting(tangents: Tangents | tuple[()], carry: Any, learned: leaf_names.Leaves) -> Tangents:
-    """Return the tangents to start from, zeros if there are none."""
-    floats, _ = tree.partition(carry)
+    """Return the tangents to start from: if none, zeros, and the identity in what is learned of the start."""
+    floats, rebuild = tree.partition(carry)
     shapes = [(_numbers(learned), *leaf.shape) for leaf in floats]
     if tangents and [tuple(d.shape) for d in tangents] != shapes:
         raise ValueError(
             f"This ForwardCarry has tangents for {len(tangents[0])} numbers, but {_numbers(learned)} are "
             f"learned ({', '.join(learned)}). Start again with forward.init(carry.carry)."
         )
-    return list(tangents) or [leaf.new_zeros(shape) for leaf, shape in zip(floats, shapes, strict=True)]
+    if tangents:
+        return list(tangents)
+    zeros = rebuild([leaf.new_zeros(shape) for leaf, shape in zip(floats, shapes, strict=True)])
+    basis = _basis(learned)
+    params: Params = zeros.params
+    own = tree.with_params(zeros, [basis.get(f"start.{k}", d) for k, d in params.items()])
+    return tree.partition(own)[0]
 
 
 def _numbers(learned: leaf_names.Leaves) -> int:
@@ -247,16 +209,29 @@ def _numbers(learned: leaf_names.Leaves) -> int:
 
 def _contracted(tangents: Tangents, cotangent: Cotangent, learned: leaf_names.Leaves) -> leaf_names.Leaves:
     """Return ⟨∂value/∂carry, Ċ⟩ for every learned number, each in its place."""
-    parts = _dots(tangents, cotangent).split([leaf.numel() for leaf in learned.values()])
+    parts = dots(tangents, cotangent).split([leaf.numel() for leaf in learned.values()])
     return {
         name: part.view(leaf.shape).to(leaf.dtype)
         for (name, leaf), part in zip(learned.items(), parts, strict=True)
     }
 
 
-def _overflow(info: dict[str, Any], grads: Meta) -> dict[str, Any]:
+def _by_place(
+    found: leaf_names.Leaves, d_meta: Meta, learned: leaf_names.Leaves, carry: Any
+) -> tuple[Meta, Any]:
+    """Return the derivative in meta, that of the outer loss added, and in the start; `()` if not learned."""
+    named = tree.named(d_meta)
+    grads = tree.replace(d_meta, {k: named[k] + d for k, d in found.items() if k in named})
+    if not any(k.startswith("start.") for k in learned):
+        return grads, ()
+    zeros = tree.zeros_like(carry)
+    params: Params = zeros.params
+    return grads, tree.with_params(zeros, [found.get(f"start.{k}", d) for k, d in params.items()])
+
+
+def _overflow(info: dict[str, Any], found: leaf_names.Leaves) -> dict[str, Any]:
     """Return info with a note if the hypergradient overflowed where training did not."""
-    if tree.is_transforming() or info["overflow"] >= 0 or tree.all_finite(grads):
+    if tree.is_transforming() or info["overflow"] >= 0 or tree.all_finite(found):
         return info
     steps = len(info["values"])
     step = next((t for t, size in enumerate(info["tangents"]) if not size.isfinite()), steps)

@@ -3,7 +3,8 @@
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
 from metafop import tree
-from metafop.types import Last, Meta, Params, Trains
+from metafop.protocols import Trains
+from metafop.types import Last, Meta, Params
 
 
 def closed_form(training: Trains, meta: Meta, last: Last, cotangent: Params) -> Meta:

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from metafop.types import Trains
+from metafop.protocols import Trains
 
 R = TypeVar("R")
 

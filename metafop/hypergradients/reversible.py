@@ -4,6 +4,7 @@ from __future__ import annotations  # torch.compile does not follow annotations 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,34 +13,24 @@ from torch import Tensor
 from metafop import tree
 from metafop.hypergradients.checks.buffers import MissedBuffers
 from metafop.hypergradients.checks.hessian import second_derivative
+from metafop.hypergradients.checks.leaves import look_at_leaves
 from metafop.hypergradients.checks.repeat import check_repeated
 from metafop.hypergradients.differentiation import differentiation
-from metafop.hypergradients.graphs import detached
 from metafop.hypergradients.info import unroll_info
-from metafop.hypergradients.outer_loss import value_and_cotangent
+from metafop.hypergradients.outer_loss import differentiated, value_of
 from metafop.hypergradients.step_vjp import StepVJP
 from metafop.hypergradients.validation import (
     Skip,
+    accepted,
     batch_at,
     check_progress,
     check_skip,
     explained_errors,
     horizon,
 )
+from metafop.protocols import Batches, Reversible, Trains
 from metafop.training import Training
-from metafop.types import (
-    Batch,
-    Batches,
-    Buffers,
-    Carry,
-    Estimate,
-    Meta,
-    OuterLoss,
-    Params,
-    Progress,
-    Reversible,
-    Trains,
-)
+from metafop.types import Batch, Buffers, Carry, Estimate, Meta, OuterLoss, Params, Progress
 
 
 @dataclass(frozen=True)
@@ -82,22 +73,25 @@ class ReversibleAdjoint:
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
         with explained_errors():
-            meta, carry = detached((meta, carry))
+            meta, carry = accepted(meta, carry)
             path = _path(training, meta, carry, batches)
             horizon(training, meta, carry, batches)
-            how = differentiation(training, "reverse", carry, batch_at(batches, 0))
+            how = differentiation(training, "reverse", meta, carry, batch_at(batches, 0))
             with how.context():
                 return self._there_and_back(path, outer_loss, how.notes)
 
     def _there_and_back(self, path: _Path, outer_loss: OuterLoss, notes: tuple[str, ...]) -> Estimate:
         training, meta, steps = path.training, path.meta, len(path.batches)
-        missed = MissedBuffers(training, path.carry, steps, self.skip)
+        missed = MissedBuffers(training, meta, path.carry, steps, self.skip)
         last, values, saved, integers = path.forward(missed, self._tell(steps))
         words = sum(x.numel() for x in tree.leaves((last.params, saved)))  # a store has one for each number
-        value, cotangent = value_and_cotangent(outer_loss, last)
-        grads, sizes = tree.zeros_like(meta), [tree.norm(cotangent)]
+        value, cotangent, grads = differentiated(outer_loss, meta, last)
+        sizes = [tree.norm(cotangent)]
         step_vjp = StepVJP(training)
-        with second_derivative(training, "reverse", self.skip) as second:
+        with second_derivative(training, meta, "reverse", self.skip) as second:
+            on_leaves = look_at_leaves(
+                training, "reverse", self.skip, outer_loss, meta, path.carry, path.batches
+            )
             if tree.all_finite(last.params):
                 for t, before, batch, value_before in path.backward(last, values, saved, integers):
                     d_meta, cotangent, again = step_vjp(meta, before, batch, cotangent)
@@ -109,14 +103,16 @@ class ReversibleAdjoint:
                     sizes.append(tree.norm(cotangent))
                     self._tell(steps)("backward", len(sizes) - 1)
             else:  # what is not a number cannot be undone
-                grads, sizes = tree.map(lambda x: torch.full_like(x, torch.nan), meta), []
-        notes = (*notes, *second.notes, missed.note(outer_loss, last, value))
+                nan: Any = tree.map(lambda x: torch.full_like(x, torch.nan), (meta, cotangent))
+                (grads, cotangent), sizes = nan, []
+        buffers = missed.note(partial(value_of, outer_loss, meta), last, value)
+        notes = (*notes, *second.notes, *on_leaves, buffers)
         info = unroll_info(last, value, grads, values, sizes[::-1], notes)
         info["store_bits"] = torch.tensor(64 * words)
         info["bits_per_parameter_step"] = info["store_bits"] / (
             steps * sum(p.numel() for p in last.params.values())
         )
-        return Estimate(value, grads, last, info)
+        return Estimate(value, grads, tree.derivative(path.carry, cotangent), last, info)
 
     def _tell(self, steps: int) -> Callable[[str, int], None]:
         progress = self.progress
@@ -148,7 +144,7 @@ class _Path:
             if emptied := self.optimizer.emptied(self.meta.hyper, now.opt):
                 saved[t] = emptied
             integers.append({k: b for k, b in now.buffers.items() if not tree.is_inexact(b)})
-            seen = self.training.evaluate(now, batch)
+            seen = self.training.evaluate(self.meta, now, batch)
             missed.at(t, now, batch, seen)
             now, _ = self.training.advance(self.meta, now, seen)
             values.append(seen.value)
@@ -167,7 +163,7 @@ class _Path:
             batch = batch_at(self.batches, t)
             params, half = self.optimizer.before(self.meta.hyper, now.params, now.opt)
             buffers = last.buffers | integers.pop()
-            seen = self.training.evaluate(Carry(params, half, buffers), batch)
+            seen = self.training.evaluate(self.meta, Carry(params, half, buffers), batch)
             direction = self.training.precondition(self.meta.precond, seen.grads)
             opt = self.optimizer.undo(self.meta.hyper, params, half, direction, saved.pop(t, {}))
             now = Carry(params, opt, buffers)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -12,9 +11,11 @@ from torch.func import vjp
 
 from metafop import stopped_gradients, tree
 from metafop.hypergradients.graphs import detached, with_constant_buffers
+from metafop.hypergradients.inputs import Inputs, inputs_of
 from metafop.hypergradients.locked_jvp import jvp
 from metafop.hypergradients.outer_loss import Cotangent
-from metafop.types import Batch, Meta, Seen, Trains
+from metafop.protocols import Trains
+from metafop.types import Batch, Meta, Seen
 
 Over = Literal["reverse", "forward"]  # how the gradient is differentiated
 
@@ -23,11 +24,13 @@ Over = Literal["reverse", "forward"]  # how the gradient is differentiated
 class StepVJP:
     """The derivatives of ⟨cotangent, carry after the step⟩ in meta and in the carry before the step.
 
-    λ_t = (∂advance/∂carry)ᵀ λ_(t+1) + H (∂advance/∂g)ᵀ λ_(t+1)    (docs/math.md, 19)
+    d = (∂advance/∂g)ᵀ λ_(t+1),    λ_t = (∂advance/∂carry)ᵀ λ_(t+1) + H d    (docs/math.md, 19)
+    ∂meta = (∂advance/∂meta)ᵀ λ_(t+1) + (∂g/∂leaves)ᵀ d                     (docs/math.md, 28)
 
-    This is a pullback of `advance`, which is cheap, and one Hessian-vector product, by differentiating the
-    gradient in reverse or forward (`over`). Returned besides is what the step sees when it is taken again. If
-    what it saw before is given (`seen`), a compiled step does not compute the gradient again.
+    This is a pullback of `advance`, which is cheap, and one of the gradient: a Hessian-vector product, and
+    with it the derivative in the leaves of the loss. `over` says whether the gradient is differentiated in
+    reverse or forward. Returned besides is what the step sees when it is taken again. If what it saw before
+    is given (`seen`), a compiled step does not compute the gradient again.
 
     `depends_on_value` says whether `advance` reads the value of the loss, as a custom training may.
     """
@@ -39,71 +42,95 @@ class StepVJP:
     def __call__(
         self, meta: Meta, carry: Any, batch: Batch, cotangent: Cotangent, seen: Seen | None = None
     ) -> tuple[Meta, Cotangent, Seen]:
-        given = (meta, with_constant_buffers(carry), batch, cotangent, seen)
-        if self.over == "forward":
-            with stopped_gradients.recording() as record:
-                pulled = self._over_forward(*given)
-            if record:  # where a gradient is stopped, its derivative is not symmetric
-                pulled = self._over_reverse(*given)
-        else:
-            pulled = self._over_reverse(*given)
-        d_meta, d_floats, d_params, again = pulled
-        floats, rebuild = tree.partition(carry)
-        for place, d_param in zip(tree.param_places(len(floats), rebuild), d_params, strict=True):
-            d_floats[place] = d_floats[place] + d_param
-        return detached((d_meta, d_floats, again))
+        floats, rebuild = tree.partition((meta, carry))
+        inputs = inputs_of(meta, with_constant_buffers(carry))
+        given = (inputs, batch, cotangent, seen)
+        pulled = self._over_forward(*given) if self.over == "forward" else None
+        d_floats, d_inputs, again = pulled or self._over_reverse(*given)
+        for place, d in zip(inputs.places, d_inputs, strict=True):
+            d_floats[place] = d_floats[place] + d
+        count = len(tree.leaves(meta))
+        d_meta = rebuild([*d_floats[:count], *floats[count:]])[0]
+        return detached((d_meta, d_floats[count:], again))
 
     def _over_reverse(
-        self, meta: Meta, carry: Any, batch: Batch, cotangent: Cotangent, seen: Seen | None
-    ) -> tuple[Meta, Cotangent, list[Tensor], Seen]:
-        pulling: Any = vjp(self._evaluate(carry, batch), list(carry.params.values()), has_aux=True)
+        self, inputs: Inputs, batch: Batch, cotangent: Cotangent, seen: Seen | None
+    ) -> tuple[list[Tensor], list[Tensor], Seen]:
+        pulling: Any = vjp(self._evaluate(inputs, batch), inputs.tensors, has_aux=True)
         _, pull, again = pulling
-        d_meta, d_floats, d_seen = self._pull_advance(meta, carry, seen or again, cotangent)
-        (d_params,) = pull(d_seen)
-        return d_meta, d_floats, d_params, again
+        d_floats, d_read = self._pull_advance(inputs, _kept(seen, again), cotangent)
+        (d_inputs,) = pull(d_read)
+        return d_floats, d_inputs, again
 
     def _over_forward(
-        self, meta: Meta, carry: Any, batch: Batch, cotangent: Cotangent, seen: Seen | None
-    ) -> tuple[Meta, Cotangent, list[Tensor], Seen]:
-        """H d_grads + g d_value, the Hessian-vector product by differentiating g forward."""
-        again = self.training.evaluate(carry, batch)
-        d_meta, d_floats, d_seen = self._pull_advance(meta, carry, seen or again, cotangent)
-        d_grads, d_value = d_seen if self.depends_on_value else (d_seen, None)
-        grads = partial(gradients, self.training, carry, batch)
-        along = [d_grads[name] for name in carry.params]
-        d_params = jvp(grads, (list(carry.params.values()),), (along,))[1]
-        if d_value is not None:
-            first = [(seen or again).grads[name] for name in carry.params]
-            d_params = [h + d_value * g for h, g in zip(d_params, first, strict=True)]
-        return d_meta, d_floats, d_params, again
+        self, inputs: Inputs, batch: Batch, cotangent: Cotangent, seen: Seen | None
+    ) -> tuple[list[Tensor], list[Tensor], Seen] | None:
+        """H d_grads + g d_value, the Hessian-vector product by differentiating g forward.
 
-    def _evaluate(self, carry: Any, batch: Batch) -> Callable[[list[Tensor]], tuple[Any, Seen]]:
-        """Return what is differentiated: what `advance` reads, as a function of the parameters."""
+        The derivative in leaves of the loss stays a pullback: forward it would take a product for each
+        number. None where the derivative of g is not symmetric, or not that of one loss.
+        """
+        params = inputs.params
+        with stopped_gradients.recording() as record:
+            again = self.training.evaluate(*inputs.put(()), batch)
+            d_floats, d_read = self._pull_advance(inputs, _kept(seen, again), cotangent)
+            d_grads, _, *d_value = d_read
 
-        def evaluate(params: list[Tensor]) -> tuple[Any, Seen]:
-            seen = self.training.evaluate(tree.with_params(carry, params), batch)
-            return ((seen.grads, seen.value) if self.depends_on_value else seen.grads), seen
+            def grads(params: list[Tensor]) -> list[Tensor]:
+                return gradients(self.training, inputs, batch, params)
+
+            if again.cotangent:
+                return None
+            d_params = jvp(grads, (params,), (list(d_grads.values()),))[1]
+        if record:  # a gradient is stopped
+            return None
+        if d_value:
+            first = _kept(seen, again).grads.values()
+            d_params = [h + d_value[0] * g for h, g in zip(d_params, first, strict=True)]
+        if leaves := inputs.tensors[len(params) :]:
+            evaluate = self._evaluate(inputs, batch)
+            pulling: Any = vjp(lambda leaves: evaluate([*params, *leaves]), leaves, has_aux=True)
+            d_params = [*d_params, *pulling[1](d_read)[0]]
+        return d_floats, d_params, again
+
+    def _evaluate(self, inputs: Inputs, batch: Batch) -> Callable[[list[Tensor]], tuple[Any, Seen]]:
+        """Return what is differentiated: what `advance` reads, as a function of the inputs."""
+
+        def evaluate(tensors: list[Tensor]) -> tuple[Any, Seen]:
+            seen = self.training.evaluate(*inputs.put(tensors), batch)
+            return self._read(seen), seen
 
         return evaluate
 
-    def _pull_advance(
-        self, meta: Meta, carry: Any, seen: Seen, cotangent: Cotangent
-    ) -> tuple[Meta, Cotangent, Any]:
-        floats, rebuild = tree.partition(carry)
+    def _read(self, seen: Seen) -> Any:
+        """Return what `advance` reads of what was seen, but for buffers."""
+        value = (seen.value,) if self.depends_on_value else ()
+        return (seen.grads, seen.cotangent, *value)
 
-        def advance(meta: Meta, floats: list[Tensor], read: Any) -> list[Tensor]:
-            grads, value = read if self.depends_on_value else (read, seen.value)
-            after, _ = self.training.advance(meta, rebuild(floats), Seen(value, grads, seen.buffers))
+    def _pull_advance(self, inputs: Inputs, seen: Seen, cotangent: Cotangent) -> tuple[list[Tensor], Any]:
+        floats, rebuild = tree.partition((inputs.meta, inputs.carry))
+
+        def advance(floats: list[Tensor], read: Any) -> list[Tensor]:
+            grads, cotangent, *value = read
+            looked_at = seen._replace(
+                value=value[0] if value else seen.value, grads=grads, cotangent=cotangent
+            )
+            meta, carry = rebuild(floats)
+            after, _ = self.training.advance(meta, carry, looked_at)
             return tree.partition(after)[0]
 
-        read = (seen.grads, seen.value) if self.depends_on_value else seen.grads
-        return vjp(advance, meta, floats, read)[1](cotangent)
+        return vjp(advance, floats, self._read(seen))[1](cotangent)
 
 
-def gradients(training: Trains, carry: Any, batch: Batch, params: list[Tensor]) -> list[Tensor]:
-    """Return the gradients at other parameters than those of the carry."""
-    seen = training.evaluate(tree.with_params(carry, params), batch)
-    return [seen.grads[k] for k in carry.params]
+def _kept(seen: Seen | None, again: Seen) -> Seen:
+    """Return what a step saw before if that is given; its batch is that of the step taken again."""
+    return again if seen is None else seen._replace(batch=again.batch)
+
+
+def gradients(training: Trains, inputs: Inputs, batch: Batch, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients where the inputs are these; and those of a validation loss, if there is one."""
+    seen = training.evaluate(*inputs.put(tensors), batch)
+    return [part[k] for part in (seen.grads, seen.cotangent) if part for k in inputs.carry.params]
 
 
 def depends_on_value(training: Trains, meta: Meta, carry: Any) -> bool:
@@ -112,7 +139,9 @@ def depends_on_value(training: Trains, meta: Meta, carry: Any) -> bool:
     zero = next(iter(carry.params.values())).new_zeros(())
 
     def after(value: Tensor) -> Tensor:
-        seen = Seen(value, tree.zeros_like(carry.params), carry.buffers)
+        zeros = tree.zeros_like(carry.params)
+        validated = any(last.cotangent for last in tree.instances(carry, Seen))
+        seen = Seen(value, zeros, carry.buffers, zeros if validated else ())
         floats, _ = tree.partition(training.advance(meta, carry, seen)[0])
         found.append(any(tree.is_tracked(leaf) for leaf in floats))
         return value

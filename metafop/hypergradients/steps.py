@@ -11,7 +11,8 @@ from metafop import tree
 from metafop.hypergradients.outer_loss import Cotangent
 from metafop.hypergradients.step_vjp import StepVJP
 from metafop.hypergradients.validation import batch_at
-from metafop.types import Batches, Meta, Trains
+from metafop.protocols import Batches, Trains
+from metafop.types import Meta
 
 Kept = Any  # a carry in the form in which the steps take it
 MetaGrads = Any  # ∂value/∂meta so far, in the form in which the steps take it
@@ -29,7 +30,7 @@ class Steps(Protocol):
 
     def carry(self, kept: Kept) -> Any: ...
 
-    def zero_grads(self) -> MetaGrads: ...
+    def start_grads(self, grads: Meta) -> MetaGrads: ...
 
     def meta_grads(self, grads: MetaGrads) -> Meta: ...
 
@@ -63,14 +64,14 @@ class EagerSteps:
     def carry(self, kept: Any) -> Any:
         return kept
 
-    def zero_grads(self) -> Meta:
-        return tree.zeros_like(self.meta)
+    def start_grads(self, grads: Meta) -> Meta:
+        return grads
 
     def meta_grads(self, grads: Meta) -> Meta:
         return grads
 
     def forward(self, t: int, kept: Any) -> tuple[Any, list[Tensor]]:
-        seen = self.training.evaluate(kept, batch_at(self.batches, t))
+        seen = self.training.evaluate(self.meta, kept, batch_at(self.batches, t))
         after, _ = self.training.advance(self.meta, kept, seen)
         return after, [seen.value, *(seen.grads[k] for k in kept.params)]
 

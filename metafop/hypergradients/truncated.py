@@ -8,14 +8,16 @@ import torch
 
 from metafop import tree
 from metafop.hypergradients.adjoint import adjoint
-from metafop.hypergradients.validation import batch_at, check_estimator, horizon
-from metafop.types import Batch, Batches, Estimate, Estimator, Meta, OuterLoss, Trains
+from metafop.hypergradients.validation import batch_at, check_estimator, check_learnable, horizon
+from metafop.protocols import Batches, Estimator, Trains
+from metafop.types import Batch, Estimate, Meta, OuterLoss
 
 
 @dataclass(frozen=True)
 class Truncated:
     """The mean over windows of `steps` steps of the outer loss after each, and its derivative in meta with
-    the carry that each window starts from held: what happened before it is not differentiated.
+    the carry that each window starts from held: what happened before it is not differentiated. Its derivative
+    in `carry`, where the first one starts, is that of the first one's part of the mean.
 
     It takes the memory of one window, and cannot explode over many; it is biased toward what pays soon
     (docs/math.md, 21). To learn between windows, call `estimator` itself window by window: the carry that it
@@ -43,6 +45,10 @@ class Truncated:
             )
         check_estimator("Truncated", self.estimator)
 
+    def check_learnable(self, names: tuple[str, ...]) -> None:
+        """Refuse to learn leaves of these `names` if `estimator` gives no derivative in one."""
+        check_learnable(self.estimator, names)
+
     def __call__(
         self, training: Trains, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
     ) -> Estimate:
@@ -55,7 +61,8 @@ class Truncated:
         values = torch.stack([window.value for window in windows])
         grads = tree.map(lambda *xs: torch.stack(xs).mean(0), *[window.grads for window in windows])
         info = {"values": torch.cat([window.info["values"] for window in windows]), "windows": values}
-        return Estimate(values.mean(), grads, carry, info | self._overflow(windows))
+        start = tree.map(lambda x: (x / len(windows)).to(x.dtype), windows[0].start)
+        return Estimate(values.mean(), grads, start, carry, info | self._overflow(windows))
 
     def _overflow(self, windows: list[Estimate]) -> dict[str, Any]:
         """Return the notes of all windows, each once, and the first step of all that overflowed."""

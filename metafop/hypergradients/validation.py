@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
+from torch import Tensor
 
-from metafop import validation
-from metafop.types import Batch, Batches, Meta, Trains
+from metafop import torch_errors, tree, validation
+from metafop.hypergradients.graphs import detached
+from metafop.protocols import Batches, Trains
+from metafop.types import Batch, Meta
 
 Check = Literal["repeat", "hessian", "buffers", "compiled"]
 Skip = tuple[Check, ...]  # the checks that an estimator leaves out
@@ -42,6 +45,44 @@ def check_estimator(owner: str, estimator: Any) -> None:
         raise TypeError(
             f"{owner} takes an estimator, got {estimator!r}. Pass one such as metafop.hypergradients.adjoint."
         )
+
+
+@runtime_checkable
+class Selective(Protocol):
+    """An estimator that finds the derivative in some leaves only."""
+
+    def check_learnable(self, names: tuple[str, ...]) -> None:
+        """Refuse to learn leaves of these names if one is among them in which there is no derivative."""
+        ...
+
+
+def check_learnable(estimator: Any, names: tuple[str, ...]) -> None:
+    """Refuse to learn what an estimator gives no derivative in."""
+    if isinstance(estimator, Selective):
+        estimator.check_learnable(names)
+
+
+def accepted(meta: Meta, carry: Any) -> tuple[Meta, Any]:
+    """Return meta and the carry, or refuse a carry of which torch.autograd keeps a record.
+
+    An estimate is no part of its graph. Where a transform of torch.func takes a derivative, that goes
+    through.
+    """
+    if not tree.is_differentiating():
+        for name, leaf in _named(carry).items():
+            if tree.is_recorded(leaf):
+                raise ValueError(
+                    f"The carry's {name} requires grad, and an estimate is no part of torch.autograd's "
+                    "graph. Pass its detach(): the derivative in the carry is in estimate.start."
+                )
+    return detached((meta, carry))
+
+
+def _named(carry: Any) -> dict[str, Tensor]:
+    params = getattr(carry, "params", None)
+    known = tree.named(params, "params") if isinstance(params, dict) else {}
+    others = [x for x in tree.leaves(carry) if isinstance(x, Tensor)]
+    return known | {f"leaf {i}": x for i, x in enumerate(others)}
 
 
 def horizon(training: Trains, meta: Meta, carry: Any, batches: Batches) -> int:
@@ -80,5 +121,5 @@ def explained_errors() -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            validation.explain(error)
+            torch_errors.explain(error)
             raise

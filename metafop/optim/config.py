@@ -11,8 +11,8 @@ from metafop.online import Credit, Order
 from metafop.optim import base_optimizers
 from metafop.optimizers import Momentum
 from metafop.preconditioners import Diagonal, Identity, Normalized, Scalar, by_rule, by_shape
-from metafop.types import Inspectable, Preconditioner
-from metafop.types import Optimizer as Pure
+from metafop.protocols import Inspectable, Preconditioner
+from metafop.protocols import Optimizer as Pure
 
 VARIANTS = ("fop", "fop-norm", "s-hd", "pp-hd")  # the rows of the paper's table
 LEARNED = ("precond", "lr", "momentum")

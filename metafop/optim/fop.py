@@ -14,9 +14,10 @@ from metafop.optim.meta_update import MetaOptimizer
 from metafop.optim.step import begin
 from metafop.optimizers import SGD, Adam
 from metafop.preconditioners import by_layer, check_rules
+from metafop.protocols import Optimizer as PureOptimizer
+from metafop.protocols import Preconditioner
 from metafop.training import Training
-from metafop.types import Meta, Params, Preconditioner
-from metafop.types import Optimizer as PureOptimizer
+from metafop.types import Meta, Params
 
 
 class FOP(Optimizer):

@@ -34,7 +34,7 @@ def numbers(hyper: AdamHyper) -> dict[str, Any]:
 
 def update(
     hyper: Mapping[str, Any],
-    values: Sequence[Tensor],
+    values: list[Tensor],
     states: Sequence[Sequence[Tensor]],
     grads: list[Tensor],
 ) -> list[tuple[Tensor, ...]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from metafop import tree
 from metafop.optim import fused_adam
 from metafop.optimizers import Adam, completed
-from metafop.types import Optimizer
+from metafop.protocols import Optimizer
 
 
 class Leaf(NamedTuple):

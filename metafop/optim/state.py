@@ -41,7 +41,8 @@ from torch import Generator, Tensor
 
 from metafop import tree
 from metafop.preconditioners import Identity, clocks
-from metafop.types import Preconditioner, Tree
+from metafop.protocols import Preconditioner
+from metafop.types import Tree
 
 PREFIX = "fop_"  # of every entry of a parameter that is not the base's own
 

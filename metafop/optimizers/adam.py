@@ -9,7 +9,8 @@ from torch import Tensor
 from metafop import tree
 from metafop.optimizers.domains import Positive, Unit
 from metafop.optimizers.hyper import Value, alike, at, collect, tensors
-from metafop.types import Domains, Params
+from metafop.protocols import Domains
+from metafop.types import Params
 
 
 class AdamHyper(NamedTuple):

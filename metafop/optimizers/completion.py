@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from metafop import tree
 from metafop.hidden_derivatives import TO_NUMBERS
 from metafop.optimizers import hyper as hyperparameters
-from metafop.types import CompleteOptimizer, Domains, Params, Tree
+from metafop.protocols import CompleteOptimizer, Domains
+from metafop.types import Params, Tree
 
 _CREDIT = ("init_memory", "credit", "toward")
 

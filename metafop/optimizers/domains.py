@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metafop.types import Domain
+from metafop.protocols import Domain
 
 
 @dataclass(frozen=True)

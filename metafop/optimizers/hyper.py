@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metafop import patterns, tree
 from metafop.optimizers.domains import Timed
-from metafop.types import CompleteOptimizer, Domain, Domains, Optimizer
+from metafop.protocols import CompleteOptimizer, Domain, Domains, Optimizer
 
 # A number, a schedule of numbers, or a dict of these by pattern of parameter names.
 Value = float | Tensor | Sequence[float] | Mapping[str, float | Tensor | Sequence[float]]

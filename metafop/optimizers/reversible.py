@@ -10,7 +10,8 @@ from metafop import tree
 from metafop.optimizers.domains import Positive, Unit
 from metafop.optimizers.hyper import Value, at, tensors
 from metafop.optimizers.momentum import Momentum, MomentumHyper
-from metafop.types import Domains, Params
+from metafop.protocols import Domains
+from metafop.types import Params
 
 
 class ReversibleState(NamedTuple):

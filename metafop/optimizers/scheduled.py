@@ -12,7 +12,8 @@ from metafop import tree
 from metafop.optimizers.completion import completed
 from metafop.optimizers.domains import Timed
 from metafop.optimizers.hyper import made, tensors
-from metafop.types import CompleteOptimizer, Domain, Domains, Optimizer, Params, Reversible, Tree
+from metafop.protocols import CompleteOptimizer, Domain, Domains, Optimizer, Reversible
+from metafop.types import Params, Tree
 
 
 class ScheduledState(NamedTuple):
@@ -35,7 +36,7 @@ class Scheduled:
     steps: T, the number of entries, 1 or more.
     fields: the names of what has a schedule (("lr",)). For each, `hyper` and `init_meta` take a list or a
         tensor of T entries, a number to be repeated, or a dict of these by pattern; for betas, a tuple of two
-        of these.
+        of these. "loss.l2" is a leaf of the loss: it takes a number, or a tensor with T entries.
 
     >>> scheduled, params, ones = Scheduled(SGD(), steps=3), {"w": torch.zeros(1)}, {"w": torch.ones(1)}
     >>> hyper, state = scheduled.hyper(lr=[0.4, 0.2, 0.1]), scheduled.init(params)
@@ -57,7 +58,7 @@ class Scheduled:
                 f"Scheduled takes one step or more, got steps={self.steps!r}. Pass the number of entries."
             )
         free = [name for name, domain in self._rule.domains.items() if not _is_timed(domain)]
-        if not isinstance(self.fields, tuple) or not self.fields or not set(self.fields) <= set(free):
+        if not isinstance(self.fields, tuple) or not self.fields or not set(self._hyper_fields) <= set(free):
             raise ValueError(
                 f"Scheduled takes a tuple of fields of {self.optimizer} from {free}, got {self.fields!r}. "
                 f"Pass for example {tuple(free[:1])}."
@@ -70,12 +71,46 @@ class Scheduled:
             for name, domain in self._rule.domains.items()
         }
 
+    @property
+    def leaf_fields(self) -> tuple[str, ...]:
+        """The fields that are leaves of the loss, or the starts of some: "loss", "loss.l2"."""
+        return tuple(name for name in self.fields if name.partition(".")[0] == "loss")
+
+    @property
+    def _hyper_fields(self) -> tuple[str, ...]:
+        return tuple(name for name in self.fields if name not in self.leaf_fields)
+
+    def is_scheduled(self, name: str, field: str | None = None) -> bool:
+        """Return whether the leaf of the loss of this name has a schedule; if asked, by this `field`."""
+        full = f"loss.{name}" if name else "loss"
+        fields = self.leaf_fields if field is None else (field,)
+        return any(full == each or full.startswith(f"{each}.") for each in fields)
+
+    def leaf(self, name: str, value: Tensor) -> Tensor:
+        """Return a leaf of the loss with an entry for each step: a number repeated, or one that has them."""
+        if not self.is_scheduled(name):
+            return value
+        if value.dim() == 0:
+            return value.repeat(self.steps)
+        if len(value) != self.steps:
+            raise ValueError(
+                f"{self} takes {self.steps} entries for the leaf {name!r} of the loss, got a tensor of shape "
+                f"{tuple(value.shape)}. Pass one entry for each step, first dimension, or a number."
+            )
+        return value
+
+    def leaves(self, leaves: Tree, opt: ScheduledState) -> Tree:
+        """Return the leaves of the loss as they are at the step that starts from `opt`."""
+        if not self.leaf_fields:
+            return leaves
+        return tree.map_named(lambda name, x: _entry(x, opt.time) if self.is_scheduled(name) else x, leaves)
+
     def hyper(self, **values: Any) -> Any:
         """Return the hyperparameters, given as `values` by name, with T entries in each of the fields."""
         # A number inside every domain stands for the schedules while the others are made.
         inside = {k: (0.5,) * len(d) if isinstance(d, tuple) else 0.5 for k, d in self.domains.items()}
         plain = made(self._rule, {k: inside[k] if k in self.fields else v for k, v in values.items()})
-        given = {name: values.get(name, getattr(plain, name)) for name in self.fields}
+        given = {name: values.get(name, getattr(plain, name)) for name in self._hyper_fields}
         schedules = dict(zip(given, tensors(self, self.domains, given), strict=True))
         return type(plain)(**(plain._asdict() | schedules))
 
@@ -96,7 +131,7 @@ class Scheduled:
         d_now, d_direction = self._rule.pullback(now, params, opt.inner, direction, cotangent)
         d_hyper = {
             name: tree.map(lambda x, d: _placed(x, opt.time, d), getattr(hyper, name), getattr(d_now, name))
-            for name in self.fields
+            for name in self._hyper_fields
         }
         return type(hyper)(**(d_now._asdict() | d_hyper)), d_direction
 
@@ -143,7 +178,8 @@ class Scheduled:
 
     def _now(self, hyper: Any, time: Tensor) -> Any:
         """Return the hyperparameters of the step at `time`."""
-        entries = {name: tree.map(lambda x: _entry(x, time), getattr(hyper, name)) for name in self.fields}
+        fields = self._hyper_fields
+        entries = {name: tree.map(lambda x: _entry(x, time), getattr(hyper, name)) for name in fields}
         return type(hyper)(**(hyper._asdict() | entries))
 
 

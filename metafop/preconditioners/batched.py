@@ -10,7 +10,8 @@ from torch import Tensor
 from metafop.preconditioners import gram
 from metafop.preconditioners.dense import Dense, Spatial
 from metafop.preconditioners.low_rank import LowRank
-from metafop.types import Params, Preconditioner, Tree
+from metafop.protocols import Preconditioner
+from metafop.types import Params, Tree
 
 _GRAM = (Dense, Spatial, LowRank)  # P is made of M Mᵀ, and M is one matrix; a subclass may change that
 

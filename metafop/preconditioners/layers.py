@@ -8,7 +8,8 @@ from metafop import patterns
 from metafop.preconditioners.dense import Spatial, inputs
 from metafop.preconditioners.elementwise import Identity
 from metafop.preconditioners.low_rank import LowRank
-from metafop.types import Params, Preconditioner
+from metafop.protocols import Preconditioner
+from metafop.types import Params
 
 
 def by_shape(param: Tensor, rank: int = 4) -> Preconditioner:

@@ -12,7 +12,8 @@ import torch
 from torch import Generator, Tensor
 
 from metafop import tree
-from metafop.types import Inspectable, Tree
+from metafop.protocols import Inspectable
+from metafop.types import Tree
 
 
 class _Scaled(ABC):

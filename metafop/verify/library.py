@@ -17,7 +17,7 @@ from metafop.preconditioners import (
     Scalar,
     Spatial,
 )
-from metafop.types import Optimizer, Preconditioner
+from metafop.protocols import Optimizer, Preconditioner
 from metafop.verify.report import Report, Row
 from metafop.verify.rules import check
 

@@ -13,8 +13,9 @@ from metafop.functional import plain
 from metafop.hypergradients import by_autograd, closed_form
 from metafop.optimizers import SGD
 from metafop.preconditioners import Dense, clocks
+from metafop.protocols import Optimizer, Preconditioner
 from metafop.training import Training
-from metafop.types import Last, Meta, Optimizer, Params, Preconditioner
+from metafop.types import Last, Meta, Params
 from metafop.verify.report import AUTOGRAD_TOLERANCE, Report, Row
 
 _DESCENT, _DENSE = SGD(), Dense()
@@ -129,13 +130,13 @@ def _third_step(
         {"w": family},
     )
     meta = training.init_meta(params, generator, **hyper)
-    meta = Meta(meta.hyper, tree.map(lambda m: m + 0.3 * noise(m), meta.precond))
+    meta = meta._replace(precond=tree.map(lambda m: m + 0.3 * noise(m), meta.precond))
     carry = training.init(params)
-    last = Last(carry, training.evaluate(carry, torch.zeros(())), ())
+    last = Last(carry, training.evaluate(meta, carry, torch.zeros(())), ())
     for shift in torch.linspace(-0.5, 0.5, 3, dtype=torch.float64):
-        last = Last(carry, training.evaluate(carry, shift), ())
+        last = Last(carry, training.evaluate(meta, carry, shift), ())
         carry, _ = training.advance(meta, carry, last.seen)
-    return training, meta, last, training.evaluate(carry, torch.zeros(())).grads
+    return training, meta, last, training.evaluate(meta, carry, torch.zeros(())).grads
 
 
 def _sizes(training: Training, meta: Meta, last: Last, cotangent: Params) -> dict[str, Tensor]:

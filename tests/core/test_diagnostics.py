@@ -201,7 +201,7 @@ def test_summary_of_an_online_learner_is_its_hyperparameters_and_gradients():
     meta, carry = training.init_meta(params, lr=0.1), training.init(params)
     online: Any = Online(training, Adam())
     outer_meta, state = online.init_meta(meta, lr=0.01), online.init(meta, carry)
-    seen = online.evaluate(state, ())
+    seen = online.evaluate(outer_meta, state, ())
     above, below = (
         diagnostics.summary(*x, seen.grads) for x in ((online, outer_meta), (training, state.meta))
     )

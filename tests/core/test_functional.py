@@ -106,7 +106,11 @@ def test_buffers_are_carried_and_never_differentiated():
 
     def seen(w):
         training = Training(loss, SGD())
-        return training.evaluate(training.init({"w": w}, {"seen": torch.tensor(1.0)}), 2.0).buffers["seen"]
+        meta, carry = (
+            training.init_meta({"w": w}, lr=0.1),
+            training.init({"w": w}, {"seen": torch.tensor(1.0)}),
+        )
+        return training.evaluate(meta, carry, 2.0).buffers["seen"]
 
     assert seen(torch.tensor(3.0)) == 4.0
     assert grad(seen)(torch.tensor(3.0)) == 0.0
@@ -233,8 +237,10 @@ def test_threads_that_evaluate_one_loss_at_once_get_the_numbers_of_one_thread(ge
     training, batch = problem.training(SGD()), problem.batches[0]
     starts = [moved(problem.params, generator) for _ in range(4)]
 
+    meta = training.init_meta(problem.params, lr=0.1)
+
     def evaluated(params):
-        return [training.evaluate(training.init(params, problem.buffers), batch) for _ in range(60)]
+        return [training.evaluate(meta, training.init(params, problem.buffers), batch) for _ in range(60)]
 
     alone = [evaluated(params) for params in starts]
     with ThreadPoolExecutor(4) as pool:

@@ -140,8 +140,8 @@ def started(model, loss):
 
 def assert_sees_what_torch_does(model, loss, batch):
     """Compare an evaluation with torch's of a copy: value, gradients, buffers."""
-    training, _, carry = started(model, loss)
-    seen, ordinary = training.evaluate(carry, batch), copy.deepcopy(model)
+    training, meta, carry = started(model, loss)
+    seen, ordinary = training.evaluate(meta, carry, batch), copy.deepcopy(model)
     value = loss(ordinary, batch)
     trained = {k: p for k, p in ordinary.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad(value, list(trained.values()), materialize_grads=True)
@@ -259,8 +259,8 @@ def test_names_are_those_of_the_model(generator):
         names.append((set(dict(model.named_parameters())), set(dict(model.named_buffers()))))
         return fit(model, batch)
 
-    training, _, carry = started(model, loss)
-    training.evaluate(carry, batches(generator)[0])
+    training, meta, carry = started(model, loss)
+    training.evaluate(meta, carry, batches(generator)[0])
     assert names == [(set(dict(model.named_parameters())), set(dict(model.named_buffers())))]
     assert names == [(carry.params.keys(), carry.buffers.keys())]
 
@@ -363,14 +363,14 @@ class Acting:
 def assert_later_calls_do_not_see(loss, context, generator):
     """Compare evaluations before and after some in which the loss acts, within the context."""
     (batch,) = batches(generator, 1)
-    training, _, carry = started(partly_frozen(net(generator)), loss)
-    expected = training.evaluate(carry, batch)
+    training, meta, carry = started(partly_frozen(net(generator)), loss)
+    expected = training.evaluate(meta, carry, batch)
     for _ in range(2):
         loss.acts = True
         with context():
-            training.evaluate(carry, batch)
+            training.evaluate(meta, carry, batch)
         loss.acts = False
-        assert_same_bits(training.evaluate(carry, batch), expected)
+        assert_same_bits(training.evaluate(meta, carry, batch), expected)
 
 
 @every("does, says", REFUSED)
@@ -422,9 +422,9 @@ def loading(model):
 def test_a_loss_that_writes_into_the_parameters_of_the_call_is_refused(writes, generator):
     loss = Acting(writes)
     loss.acts = True
-    training, _, carry = started(net(generator), loss)
+    training, meta, carry = started(net(generator), loss)
     with pytest.raises(ValueError, match=r"The loss writes into the parameter '(head|body)\."):
-        training.evaluate(carry, batches(generator)[0])
+        training.evaluate(meta, carry, batches(generator)[0])
 
 
 def test_a_loss_that_writes_into_frozen_parameters_is_refused(generator):
@@ -434,9 +434,9 @@ def test_a_loss_that_writes_into_frozen_parameters_is_refused(generator):
         return fit(model, batch)
 
     (batch,) = batches(generator, 1)
-    training, _, carry = started(partly_frozen(net(generator)), loss)
+    training, meta, carry = started(partly_frozen(net(generator)), loss)
     with pytest.raises(NotImplementedError, match=r"writes in place .* frozen parameter"):
-        training.evaluate(carry, batch)
+        training.evaluate(meta, carry, batch)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"frozen parameter 'body\.0\.weight', .* Make it a buffer"):
             training.loss(carry.params, carry.buffers, batch)

@@ -41,7 +41,7 @@ def test_the_exact_order_descends_the_true_derivative_of_the_next_loss(setting, 
 
     def loss(meta):
         carry, _ = training.advance(meta, before.last_carry, before.last_seen)
-        return training.evaluate(carry, problem.batches[-1]).value
+        return training.evaluate(meta, carry, problem.batches[-1]).value
 
     derivative, old, new = (tree.named(x) for x in (grad(loss)(before.meta), before.meta, after.meta))
     for name in (name for name in old if name.startswith(learn)):
@@ -87,7 +87,7 @@ def test_any_optimizer_is_a_meta_optimizer_and_moves_like_its_own_update(meta_op
     state = online.init(meta, training.init(problem.params))
     m, opt = {f"precond.{k}": x for k, x in meta.precond.items()}, None
     for i, batch in enumerate(problem.batches):
-        seen = online.evaluate(state, batch)
+        seen = online.evaluate(outer_meta, state, batch)
         last, _ = online._last(state)
         pulled = {
             f"precond.{k}": x for k, x in training.pullback(state.meta, last, seen.grads).precond.items()
@@ -170,7 +170,7 @@ def test_a_tower_learns_the_meta_learning_rate_by_the_derivative_through_both_st
     def loss(lr):
         hyper = Meta(SGD().hyper(lr=lr), {})
         state, _ = lower.advance(hyper, before.last_carry, before.last_seen)
-        return lower.evaluate(state, None).value
+        return lower.evaluate(hyper, state, None).value
 
     rho = before.meta.hyper.lr
     expected = rho * torch.exp(-1e-3 * rho * grad(loss)(rho))

@@ -139,7 +139,7 @@ def test_the_derivative_through_training_in_the_learning_rate_is_that_of_higher(
         )
         for batch in problem.batches[:steps]:
             carry, _ = training.step(meta, carry, batch)
-        return training.evaluate(carry, problem.batches[steps]).value
+        return training.evaluate(meta, carry, problem.batches[steps]).value
 
     lr = torch.tensor(setting.values["lr"], requires_grad=True)
     ours = grad(final)(lr.detach())

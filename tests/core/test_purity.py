@@ -164,7 +164,8 @@ def test_the_derivative_through_online_steps_is_that_of_finite_differences(famil
         meta = Meta(tree.scale(outer_meta.hyper, 1 + factor), {})
         learned = {k: leaves[k] * (1 + factor * way) for k, way in ways.items()}
         start = online.init(tree.replace(state.meta, learned), state.carry)
-        return online.evaluate(run(online, meta, start, problem.batches[:3]), problem.batches[3]).value
+        after = run(online, meta, start, problem.batches[:3])
+        return online.evaluate(meta, after, problem.batches[3]).value
 
     zero, h = torch.tensor(0.0), 1e-5
     difference = (final(zero + h) - final(zero - h)) / (2 * h)
@@ -180,9 +181,8 @@ def test_the_derivative_through_online_steps_is_finite_where_learning_starts(fam
     outer_meta, carry = online.init_meta(meta, lr=0.1), training.init(problem.params, problem.buffers)
 
     def final(meta):
-        return online.evaluate(
-            run(online, outer_meta, online.init(meta, carry), problem.batches[:3]), problem.batches[3]
-        ).value
+        state = run(online, outer_meta, online.init(meta, carry), problem.batches[:3])
+        return online.evaluate(outer_meta, state, problem.batches[3]).value
 
     assert tree.all_finite(grad(final)(meta))
 

@@ -453,9 +453,10 @@ def test_noise_in_a_plain_loss_is_that_of_its_step(generator):
 
 def test_a_seeded_loss_without_a_seed_says_how_to_give_one():
     training = Training(functional.plain(noisy, seeded=True), SGD())
-    carry = training.init({"w": torch.ones(3, 4)})
+    params = {"w": torch.ones(3, 4)}
+    meta, carry = training.init_meta(params, lr=0.1), training.init(params)
     with pytest.raises(ValueError, match=r'from the buffers, got \[\]\. .*\{"seed": torch\.tensor\(0\)\}'):
-        training.evaluate(carry, torch.ones(2, 3))
+        training.evaluate(meta, carry, torch.ones(2, 3))
 
 
 def test_torch_compile_follows_a_seeded_online_step(generator):

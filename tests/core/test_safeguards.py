@@ -34,9 +34,9 @@ def moment(generator, scale=1.0):
     training = Training(loss, SGD(), {"0.weight": Dense()})
     meta = training.init_meta(problem.params, lr=0.1 / scale)
     carry = training.init(problem.params)
-    last = Last(carry, training.evaluate(carry, problem.batches[0]), ())
+    last = Last(carry, training.evaluate(meta, carry, problem.batches[0]), ())
     now, _ = training.advance(meta, carry, last.seen)
-    seen = training.evaluate(now, problem.batches[1])
+    seen = training.evaluate(meta, now, problem.batches[1])
     grads = training.pullback(meta, last, seen.grads)
     return (
         meta,
@@ -78,9 +78,9 @@ def test_scale_free_a_learning_rate_of_one_parameter_descends_as_its_scalar_prec
     training = Training(problem.loss, SGD(), dict.fromkeys(problem.params, Scalar()))
     meta = training.init_meta(problem.params, lr=dict.fromkeys(problem.params, 0.1))
     carry = training.init(problem.params)
-    last = Last(carry, training.evaluate(carry, problem.batches[0]), ())
+    last = Last(carry, training.evaluate(meta, carry, problem.batches[0]), ())
     now, _ = training.advance(meta, carry, last.seen)
-    seen = training.evaluate(now, problem.batches[1])
+    seen = training.evaluate(meta, now, problem.batches[1])
     pulled = training.pullback(meta, last, seen.grads)
     chained = Meta(pulled.hyper._replace(lr=tree.scale(pulled.hyper.lr, 0.1)), pulled.precond)
     free = safeguards.scale_free(chained, now.params, last, seen)
@@ -89,9 +89,9 @@ def test_scale_free_a_learning_rate_of_one_parameter_descends_as_its_scalar_prec
 
 def test_feedback_is_the_derivative_of_osgms_normalised_feedback():
     training, meta, carry = descent()
-    seen = training.evaluate(carry, None)
+    seen = training.evaluate(meta, carry, None)
     after, _ = training.advance(meta, carry, seen)
-    then = training.evaluate(after, None)
+    then = training.evaluate(meta, after, None)
     last = Last(carry, seen, ())
     grads = safeguards.feedback(training.pullback(meta, last, then.grads), after.params, last, then)
 

@@ -14,7 +14,7 @@ from metafop.hypergradients.reversible import reversible
 from metafop.optimizers import Scheduled, ScheduledState
 from metafop.optimizers.hyper import fitted
 from metafop.optimizers.reversible import ReversibleMomentum
-from metafop.types import Estimator
+from metafop.protocols import Estimator
 
 FACTORS = [1.0, 0.5, 2.0, 0.1]
 KINDS = {k: OPTIMIZERS[k] for k in ("sgd, decayed", "heavy ball", "nesterov, decayed", "adam, short")}
@@ -99,7 +99,7 @@ def unrolled(problem, optimizer, hyper, estimator: Estimator = adjoint, family=N
         training.init_meta(problem.params, **hyper._asdict()),
         training.init(problem.params, problem.buffers),
     )
-    outer = lambda carry: training.evaluate(carry, problem.batches[-1]).value  # noqa: E731
+    outer = lambda carry: training.evaluate(meta, carry, problem.batches[-1]).value  # noqa: E731
     return estimator(training, outer, meta, carry, problem.batches[:-1])
 
 

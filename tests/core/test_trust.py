@@ -157,7 +157,11 @@ def estimates_of(meta, *derivatives):
     zeros = tree.zeros_like(meta)
     return [
         Estimate(
-            torch.tensor(0.0), tree.replace(zeros, {k: tensor(x).squeeze(0) for k, x in d.items()}), None, {}
+            torch.tensor(0.0),
+            tree.replace(zeros, {k: tensor(x).squeeze(0) for k, x in d.items()}),
+            (),
+            None,
+            {},
         )
         for d in derivatives
     ]
@@ -331,7 +335,7 @@ CASES = {
         ["variance", "Meta", "list"],
     ),
     "another's estimates": (
-        lambda: varied(2 * [Estimate(tensor(0.0), Meta((), {}), None, {})]),
+        lambda: varied(2 * [Estimate(tensor(0.0), Meta((), {}), (), None, {})]),
         ["variance", "hyper.lr", "this meta"],
     ),
 }

@@ -26,7 +26,6 @@ from metafop import (
 )
 from metafop.hypergradients import adjoint, autograd
 from metafop.optimizers.scheduled import Scheduled
-from metafop.types import Estimate
 from metafop.unrolled import Unrolled
 
 META_OPTIMIZERS = {
@@ -155,13 +154,13 @@ def test_an_online_learners_own_learning_rate_is_learned_over_a_horizon(generato
         state = below
         for batch in problem.batches[:-1]:
             state, _ = online.step(outer_meta, state, batch)
-        return online.evaluate(state, problem.batches[-1]).value
+        return online.evaluate(outer_meta, state, problem.batches[-1]).value
 
     state, _ = learn(
         Unrolled(online, SGD()),
         SGD().hyper(lr=2.0),
         outer_meta,
-        lambda state: online.evaluate(state, problem.batches[-1]).value,
+        lambda state: online.evaluate(outer_meta, state, problem.batches[-1]).value,
         below,
         problem.batches[:-1],
         1,
@@ -189,7 +188,7 @@ def broken(value, factor):
     def estimator(training, outer_loss, meta, carry, batches):
         estimate = adjoint(training, outer_loss, meta, carry, batches)
         grads = tree.scale(estimate.grads, factor)
-        return Estimate(estimate.value * value, grads, estimate.carry, {"notes": ("It broke.",)})
+        return estimate._replace(value=estimate.value * value, grads=grads, info={"notes": ("It broke.",)})
 
     return estimator
 

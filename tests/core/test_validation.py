@@ -43,13 +43,17 @@ def online(meta=None, params=weights, **settings):
     return learner.init(meta or training.init_meta(weights, lr=0.1), training.init(params))
 
 
+def evaluated(training, params, batch):
+    return training.evaluate(training.init_meta(params, lr=0.1), training.init(params), batch)
+
+
 def stepped(loss, batch=None):
-    return Training(loss, SGD()).evaluate(Training(loss, SGD()).init(weights), batch)
+    return evaluated(Training(loss, SGD()), weights, batch)
 
 
 def stepped_module(model):
     pure, params, _ = functional.from_module(model, lambda model, batch: model(batch).sum())
-    return Training(pure, SGD()).evaluate(Training(pure, SGD()).init(params), torch.ones(4, 2))
+    return evaluated(Training(pure, SGD()), params, torch.ones(4, 2))
 
 
 def noisy():
@@ -354,9 +358,7 @@ def test_bad_input_gets_a_clear_sentence(act, words):
 def test_a_batch_that_the_model_cannot_take_is_torchs_to_refuse(generator):
     problem = mlp(generator)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        problem.training(SGD()).evaluate(
-            Training(problem.loss, SGD()).init(problem.params), (torch.ones(6, 9), None)
-        )
+        evaluated(problem.training(SGD()), problem.params, (torch.ones(6, 9), None))
 
 
 class NoPullback:

@@ -101,7 +101,7 @@ def test_what_is_kept_changes_no_bit(setting, generator):
 @every("setting", OPTIMIZERS)
 def test_through_one_step_it_is_the_online_rule(setting, make, generator):
     problem = training, outer_loss, meta, carry, batches = unrolled(make, setting, LowRank(2), generator, 1)
-    seen = training.evaluate(carry, batches[0])
+    seen = training.evaluate(meta, carry, batches[0])
     after, _ = training.advance(meta, carry, seen)
     next_grads = torch.func.grad(lambda params: outer_loss(Carry(params, after.opt, after.buffers)))(
         after.params
@@ -189,8 +189,8 @@ def test_images_are_turned_channels_last_for_models_that_take_them_so(shape, tak
     model = nn.Sequential(nn.Conv2d(2, 3, 3), shape, nn.Linear(27, 1))
     loss, params, _ = functional.from_module(model, lambda model, batch: model(batch["images"]).mean())
     training, batch = Training(loss, Momentum()), {"images": images, "scale": torch.ones(())}
-    carry = training.init(params)
-    assert takes_channels_last(training, carry, batch) is takes
+    meta, carry = training.init_meta(params, lr=0.1), training.init(params)
+    assert takes_channels_last(training, meta, carry, batch) is takes
     turned, scale = channels_last([images, torch.ones(())])
     assert turned.is_contiguous(memory_format=torch.channels_last)
     assert_same_bits((turned, scale), (images, torch.ones(())))
@@ -343,7 +343,7 @@ def test_buffers_are_known_by_name_whatever_their_order():
     assert after.buffers == {"a": 0, "b": 3}
     fewer = Training(lambda params, buffers, batch: (params["w"].sum(), {}), Momentum())
     with pytest.raises(ValueError, match=r"returns the buffers that it was given, \['a', 'b'\], got \[\]"):
-        fewer.evaluate(carry, None)
+        fewer.evaluate(meta, carry, None)
 
 
 def test_adam_through_zero_gradients_gives_numbers(generator):

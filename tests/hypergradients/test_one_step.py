@@ -58,7 +58,7 @@ def test_the_next_gradient_pulled_back_is_the_derivative_of_the_next_loss(settin
 
     def next_loss(meta):
         after, _ = training.advance(meta, last.carry, last.seen)
-        return training.evaluate(after, problem.batches[3]).value
+        return training.evaluate(meta, after, problem.batches[3]).value
 
     pulled, size = closed_form(training, meta, last, seen.grads), terms(training, meta, last, seen.grads)
     assert_near(pulled, grad(next_loss)(meta), rtol=1e-12, size=size)
@@ -189,11 +189,11 @@ def test_with_credit_it_is_the_derivative_through_all_that_moved(setting, family
     carry, record, credit = training.init(problem.params, problem.buffers), [], ()
     memory = training.init_memory(carry)
     for batch in problem.batches[:4]:
-        seen = training.evaluate(carry, batch)
+        seen = training.evaluate(meta, carry, batch)
         record.append((carry, seen))
         credit, memory = training.credited(meta, memory, seen.grads)
         carry, _ = training.advance(meta, carry, seen)
-    cotangent = training.evaluate(carry, problem.batches[4]).grads
+    cotangent = training.evaluate(meta, carry, problem.batches[4]).grads
     before, seen = record[-1]
     last = Last(before, seen, credit)
     unrolled = through_the_first_moment if isinstance(setting.optimizer, Adam) else through_the_velocity

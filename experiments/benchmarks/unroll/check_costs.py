@@ -13,7 +13,7 @@ from experiments.reporting.tables import show_table
 from metafop import Momentum
 from metafop.hypergradients import Adjoint
 from metafop.hypergradients.validation import Check
-from metafop.types import Estimator
+from metafop.protocols import Estimator
 
 UNCHECKED = get_args(Check)
 Turns = Callable[[dict[str, Callable[[], Any]], int], dict[str, list[float]]]

@@ -17,7 +17,7 @@ from experiments.reporting.summary import Summary
 from experiments.reporting.tables import show_table
 from metafop import Estimate, Momentum, ReversibleMomentum
 from metafop.hypergradients import Adjoint, Forward, reversible
-from metafop.types import Estimator
+from metafop.protocols import Estimator
 
 
 class Way(NamedTuple):

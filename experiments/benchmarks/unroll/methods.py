@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from metafop import Carry, Estimate, Momentum, ReversibleMomentum, Training, functional
 from metafop.hypergradients import Adjoint
-from metafop.types import Estimator
+from metafop.protocols import Estimator
 
 Batch = tuple[Tensor, Tensor]
 Grads = dict[str, Tensor]  # of the outer loss, in the learning rate of each parameter

@@ -13,7 +13,8 @@ from experiments.paper.bipedal.settings import META_RATES, RunSettings
 from metafop import Dense, Momentum, Online, OnlineCarry, Seen, Training, assign, tree
 from metafop.functional import from_module
 from metafop.optim import FOP
-from metafop.types import Meta, Params, Trains
+from metafop.protocols import Trains
+from metafop.types import Meta, Params
 
 AS_PRINTED: dict[str, Any] = {"order": "paper", "credit": "gradient", "guards": ()}  # to `Online`
 FULL = {"*.weight": Dense()}  # FOP at full rank on every layer, of actions and values alike
@@ -94,13 +95,12 @@ class FunctionalLearner:
         return functional_call(self._policy, self.params, (observations,))
 
     def learn(self, batch: Batch) -> Tensor:
-        seen = self._trains.evaluate(self._carry, batch)
+        skip = self._step % len(self._outer_metas)
+        outer_meta = self._outer_metas[skip]
+        seen = self._trains.evaluate(outer_meta, self._carry, batch)
         shrink = (self._settings.max_norm / (get_total_norm(seen.grads.values()) + 1e-6)).clamp(max=1.0)
         clipped = {name: grad * shrink for name, grad in seen.grads.items()}
-        skip = self._step % len(self._outer_metas)
-        new, _ = self._trains.advance(
-            self._outer_metas[skip], self._carry, Seen(seen.value, clipped, seen.buffers)
-        )
+        new, _ = self._trains.advance(outer_meta, self._carry, Seen(seen.value, clipped, seen.buffers))
         self._carry = OnlineCarry(**new._asdict() | {"meta_opt": self._carry.meta_opt}) if skip else new
         self._step += 1
         return seen.value

@@ -130,7 +130,7 @@ def train(
     tick: Callable[[], None],
 ) -> Trajectory:
     def ahead(meta: Meta, carry: Carry, memory: Any, batch: Tensor) -> tuple[Last, Carry, Any]:
-        seen = training.evaluate(carry, batch)
+        seen = training.evaluate(meta, carry, batch)
         credit, memory = training.credited(meta, memory, seen.grads)
         return Last(carry, seen, credit), training.advance(meta, carry, seen)[0], memory
 

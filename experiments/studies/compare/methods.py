@@ -13,7 +13,8 @@ from experiments.studies.compare.digits import Digits
 from metafop import Adam, Carry, Meta, Momentum, Online, Scheduled, Training, Unrolled, assign, tree
 from metafop.meta_training import meta_train
 from metafop.progress import Line
-from metafop.types import Loss, Trains
+from metafop.protocols import Trains
+from metafop.types import Loss
 
 
 class Method(NamedTuple):

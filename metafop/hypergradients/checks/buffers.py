@@ -13,7 +13,8 @@ from metafop import tree
 from metafop.hypergradients.graphs import has_buffers
 from metafop.hypergradients.per_training_cache import PerTraining
 from metafop.hypergradients.validation import Skip
-from metafop.types import Batch, OuterLoss, Seen, Trains
+from metafop.protocols import Trains
+from metafop.types import Batch, Meta, OuterLoss, Seen
 
 
 class MissedBuffers:
@@ -26,8 +27,10 @@ class MissedBuffers:
     step changes.
     """
 
-    def __init__(self, training: Trains, start: Any, steps: int, skip: Skip, continued: bool = False) -> None:
-        self.training, self.start, self.continued = training, start, continued
+    def __init__(
+        self, training: Trains, meta: Meta, start: Any, steps: int, skip: Skip, continued: bool = False
+    ) -> None:
+        self.training, self.meta, self.start, self.continued = training, meta, start, continued
         checked = "buffers" not in skip and not tree.is_transforming() and (steps > 1 or continued)
         self.outer = checked and any(tree.is_inexact(b) for b in start.buffers.values())
         steps_seen = {steps - 1} if continued else {t for t in (2, steps - 1) if t > 1}
@@ -48,9 +51,13 @@ class MissedBuffers:
             return
         moved, names = _moved(carry, after if self.continued else self.start)
         if names and t < max(self.steps):
-            self.names = _early(self.training, frozenset(names), carry, moved, batch, seen, evaluate)
+            self.names = _early(
+                self.training, frozenset(names), self.meta, carry, moved, batch, seen, evaluate
+            )
         elif names:
-            self.names = _read(self.training, frozenset(names), carry, moved, batch, seen, evaluate)
+            self.names = _read(
+                self.training, frozenset(names), self.meta, carry, moved, batch, seen, evaluate
+            )
 
     def note(self, outer_loss: OuterLoss, after: Any, value: Tensor) -> str:
         """Say what is missed, if anything is; `value` is the outer loss of the carry `after`."""
@@ -75,6 +82,7 @@ class MissedBuffers:
 def _read(
     training: Trains,
     names: frozenset[str],
+    meta: Meta,
     carry: Any,
     moved: Any,
     batch: Batch,
@@ -82,10 +90,10 @@ def _read(
     evaluate: Callable[[Any], Seen] | None,
 ) -> frozenset[str]:
     """Return the names of the moved buffers if the gradient depends on them, or none."""
-    there = evaluate(moved) if evaluate else training.evaluate(moved, batch)
+    there = evaluate(moved) if evaluate else training.evaluate(meta, moved, batch)
     if all(torch.equal(seen.grads[k], there.grads[k]) for k in seen.grads):
         return frozenset()
-    here, there = (training.evaluate(each, batch).grads for each in (carry, moved))
+    here, there = (training.evaluate(meta, each, batch).grads for each in (carry, moved))
     return frozenset() if all(torch.equal(here[k], there[k]) for k in here) else names
 
 

@@ -16,11 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from metafop import stopped_gradients, tree
 from metafop.hypergradients.graphs import with_constant_buffers
+from metafop.hypergradients.inputs import inputs_of
 from metafop.hypergradients.locked_jvp import jvp
 from metafop.hypergradients.per_training_cache import PerTraining
 from metafop.hypergradients.step_vjp import Over, gradients
 from metafop.hypergradients.validation import Skip
-from metafop.types import Batch, Trains
+from metafop.protocols import Trains
+from metafop.types import Batch, Meta
 
 
 @dataclass
@@ -32,6 +34,7 @@ class SecondDerivative:
     """
 
     training: Trains
+    meta: Meta
     over: Over
     skipped: bool
     record: stopped_gradients.Record
@@ -63,7 +66,7 @@ class SecondDerivative:
             (self.record.unknown.keys() - self.wrong, _gaps, self.wrong),
         ):
             key = (frozenset(places), self.looks, self.over)
-            if places and (gap := find(self.training, key, carry, batch)):
+            if places and (gap := find(self.training, key, self.meta, carry, batch)):
                 found |= dict.fromkeys(sorted(places), gap)
 
     @property
@@ -86,24 +89,24 @@ class SecondDerivative:
 
 
 @contextmanager
-def second_derivative(training: Trains, over: Over, skip: Skip) -> Iterator[SecondDerivative]:
+def second_derivative(training: Trains, meta: Meta, over: Over, skip: Skip) -> Iterator[SecondDerivative]:
     """A context in which losses are watched while they are differentiated."""
     with stopped_gradients.recording() as record:
-        yield SecondDerivative(training, over, "hessian" in skip or tree.is_transforming(), record)
+        yield SecondDerivative(training, meta, over, "hessian" in skip or tree.is_transforming(), record)
 
 
 Key = tuple[frozenset[str], int, Over]
 
 
-def _left_out_of(training: Trains, key: Key, carry: Any, batch: Batch) -> float:
+def _left_out_of(training: Trains, key: Key, meta: Meta, carry: Any, batch: Batch) -> float:
     """Return by how much Jᵀ v changes if torch stops all derivatives, relative to its size, or 0."""
-    carry = with_constant_buffers(carry)
-    params, rng = list(carry.params.values()), Generator().manual_seed(0)
-    noise, grads = [_noise(p, rng) for p in params], partial(gradients, training, carry, batch)
-    (whole,) = vjp(grads, params)[1](noise)
+    inputs, rng = inputs_of(meta, with_constant_buffers(carry)), Generator().manual_seed(0)
+    grads = partial(gradients, training, inputs, batch)
+    noises = [noise(g, rng) for g in grads(inputs.tensors)]
+    (whole,) = vjp(grads, inputs.tensors)[1](noises)
     with stopped_gradients.all_derivatives():
-        (rest,) = vjp(grads, params)[1](noise)
-    rounding = torch.finfo(params[0].dtype).eps ** 0.5
+        (rest,) = vjp(grads, inputs.tensors)[1](noises)
+    rounding = torch.finfo(noises[0].dtype).eps ** 0.5
     sizes = _sizes(whole, rest, rounding)
     gaps = [torch.linalg.vector_norm(a - b) / size for a, b, size in zip(whole, rest, sizes, strict=True)]
     gap = float(torch.stack(gaps).amax())
@@ -113,7 +116,7 @@ def _left_out_of(training: Trains, key: Key, carry: Any, batch: Batch) -> float:
 _left_out = PerTraining(_left_out_of)
 
 
-def _gap(training: Trains, key: Key, carry: Any, batch: Batch) -> float:
+def _gap(training: Trains, key: Key, meta: Meta, carry: Any, batch: Batch) -> float:
     """Return how far J u is from (∇J(θ + hu) - ∇J(θ)) / h, relative to their size, or 0 if it is not.
 
     In double precision if the loss can be computed so: h must be so small that no ReLU changes its sign
@@ -123,46 +126,49 @@ def _gap(training: Trains, key: Key, carry: Any, batch: Batch) -> float:
     carry, (*_, over) = with_constant_buffers(carry), key
     if len({id(p) for p in carry.params.values()}) < len(carry.params):
         return 0.0  # one tensor for two parameters: they could not be moved apart
-    doubled, doubled_batch = tree.map(_double, (carry, batch))
-    for given in ((_near(doubled), doubled_batch), (doubled, doubled_batch)):
+    wide_meta, wide, wide_batch = tree.map(double, (meta, carry, batch))
+    for given in ((wide_meta, _near(wide), wide_batch), (wide_meta, wide, wide_batch)):
         try:
             gap = _gap_of(training, *given, over)
         except Exception:  # any fault that is not of these changes shows again without them
             continue
         if math.isfinite(gap):
             return gap
-    gap = _gap_of(training, carry, batch, over)
+    gap = _gap_of(training, meta, carry, batch, over)
     return gap if math.isfinite(gap) else 0.0
 
 
 _gaps = PerTraining(_gap)
 
 
-def _gap_of(training: Trains, carry: Any, batch: Batch, over: Over) -> float:
+def _gap_of(training: Trains, meta: Meta, carry: Any, batch: Batch, over: Over) -> float:
     """Return |⟨v, slope⟩ - ⟨v, J u⟩| for random u and v, each tensor of v over its size in these.
 
     J need not be symmetric: in reverse, ⟨v, J u⟩ = ⟨Jᵀ v, u⟩.
     """
-    params, rng = list(carry.params.values()), Generator().manual_seed(0)
-    along, noise = ([_noise(p, rng) for p in params] for _ in range(2))
-    grads, dtype = partial(gradients, training, carry, batch), params[0].dtype
+    inputs, rng = inputs_of(meta, carry), Generator().manual_seed(0)
+    params, dtype = inputs.params, inputs.params[0].dtype
+    along, noises = ([noise(p, rng) for p in params] for _ in range(2))
     least, tolerance = (1e-6, 1e-3) if dtype == torch.float64 else (1e-3, 0.05)
+
+    def grads(params: list[Tensor]) -> list[Tensor]:
+        return gradients(training, inputs, batch, params)[: len(params)]
 
     def slope(h: Tensor) -> list[Tensor]:
         there = grads([p + h * u for p, u in zip(params, along, strict=True)])
         return [(b - a) / h for a, b in zip(here, there, strict=True)]
 
-    with _Wide(dtype) as wide:
+    with Wide(dtype) as wide:
         here = grads(params)
         h = torch.finfo(dtype).eps ** 0.5 * tree.norm(params).clamp(min=1) / tree.norm(along)
         found = slope(h)
         if over == "reverse":
             pull = vjp(grads, params)[1]
-            across = _weighted(noise, found, pull(noise)[0], least)
+            across = _weighted(noises, found, pull(noises)[0], least)
             expected = _dot(pull(across)[0], along)
         else:
             tangent = jvp(grads, (params,), (along,))[1]
-            across = _weighted(noise, found, tangent, least)
+            across = _weighted(noises, found, tangent, least)
             expected = _dot(tangent, across)
         for _ in range(3):
             gap = (_dot(found, across) - expected).abs()
@@ -175,7 +181,7 @@ def _gap_of(training: Trains, carry: Any, batch: Batch, over: Over) -> float:
     return 0.0  # the slope depends on h, as where a ReLU changes its sign: it tells nothing
 
 
-class _Wide(TorchFunctionMode):
+class Wide(TorchFunctionMode):
     """A context in which tensors of a dtype are not cast to a narrower one: rounding would hide a slope.
 
     `narrowed` tells whether some were all the same, as by autocast.
@@ -220,15 +226,15 @@ def _sizes(x: list[Tensor], y: list[Tensor], least: float) -> list[Tensor]:
     return [torch.maximum(*pair).clamp(min=smallest) for pair in norms]
 
 
-def _weighted(noise: list[Tensor], x: list[Tensor], y: list[Tensor], least: float) -> list[Tensor]:
-    return [v / size for v, size in zip(noise, _sizes(x, y, least), strict=True)]
+def _weighted(noises: list[Tensor], x: list[Tensor], y: list[Tensor], least: float) -> list[Tensor]:
+    return [v / size for v, size in zip(noises, _sizes(x, y, least), strict=True)]
 
 
 def _dot(x: list[Tensor], y: list[Tensor]) -> Tensor:
     return torch.stack([tree.dot(a, b) for a, b in zip(x, y, strict=True)]).sum()
 
 
-def _double(x: Any) -> Any:
+def double(x: Any) -> Any:
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
@@ -238,10 +244,10 @@ def _near(carry: Any) -> Any:
 
     def moved(p: Tensor) -> Tensor:
         size = p.square().mean().sqrt()
-        return p + 0.01 * torch.where(size > 0, size, 1.0) * _noise(p, rng)
+        return p + 0.01 * torch.where(size > 0, size, 1.0) * noise(p, rng)
 
     return tree.with_params(carry, map(moved, carry.params.values()))
 
 
-def _noise(like: Tensor, rng: Generator) -> Tensor:
+def noise(like: Tensor, rng: Generator) -> Tensor:
     return torch.randn(like.shape, dtype=like.dtype, generator=rng).to(like.device)

@@ -1,0 +1,132 @@
+"""Tests that an estimate must pass before anything is learned from it: for `Unrolled(trust=…)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from metafop.diagnostics.trust import halves, metasmoothness
+from metafop.protocols import Batches, Estimator, Trains
+from metafop.types import Estimate, Meta, OuterLoss
+
+
+class Estimated(NamedTuple):
+    """An estimate, and all that it was made from.
+
+    estimator: what made it.
+    training, outer_loss, meta, carry, batches: what the estimator was given.
+    learn: names of the leaves of meta that are learned from it, or the starts of some.
+    estimate: what it returned.
+    """
+
+    estimator: Estimator
+    training: Trains
+    outer_loss: OuterLoss
+    meta: Meta
+    carry: Any
+    batches: Batches
+    learn: tuple[str, ...]
+    estimate: Estimate
+
+
+class Verdict(NamedTuple):
+    """What a test found.
+
+    name: the test's, in info.
+    passed: whether the estimate passed, a boolean tensor.
+    measured: the number that was measured.
+    asked: what it was to be, in words, such as "at least 0.8".
+    """
+
+    name: str
+    passed: Tensor
+    measured: Tensor
+    asked: str
+
+
+class TrustTest(Protocol):
+    """What decides whether to learn from an estimate."""
+
+    def __call__(self, estimated: Estimated, /) -> Verdict:
+        """Return what is found of an estimate."""
+        ...
+
+
+@dataclass(frozen=True)
+class Metasmooth:
+    """Passed if training is smooth in meta: `diagnostics.metasmoothness` of at least so much.
+
+    It takes three trainings more.
+
+    at_least: from -1 to 1: 1 is smooth, 0 is chance (0.5).
+    h: how far meta is moved, in the coordinates in which it is learned (0.01).
+    """
+
+    at_least: float = 0.5
+    h: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check_cosine("Metasmooth", self.at_least)
+
+    def __call__(self, estimated: Estimated, /) -> Verdict:
+        _, training, _, meta, carry, batches, learn, _ = estimated
+        found = metasmoothness(training, meta, carry, batches, learn, self.h)["metasmoothness"]
+        return _at_least("metasmoothness", found, self.at_least)
+
+
+@dataclass(frozen=True)
+class HalvesAgree:
+    """Passed if the hypergradients of every second batch agree: their cosine, by `diagnostics.halves`.
+
+    It takes one estimate more, in two halves.
+
+    at_least: from -1 to 1: 1 is agreement, 0 is chance (0.1).
+    """
+
+    at_least: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_cosine("HalvesAgree", self.at_least)
+
+    def __call__(self, estimated: Estimated, /) -> Verdict:
+        estimator, training, outer_loss, meta, carry, batches, learn, _ = estimated
+        found = halves(estimator, training, outer_loss, meta, carry, batches, learn)["cosine"]
+        return _at_least("halves", found, self.at_least)
+
+
+@dataclass(frozen=True)
+class GrowsSlowly:
+    """Passed if ∂value/∂carry does not explode on the way back: `info["growth"]`, which costs nothing.
+
+    at_most: the factor by which it may grow in a step back, on average (1.05).
+    """
+
+    at_most: float = 1.05
+
+    def __post_init__(self) -> None:
+        if isinstance(self.at_most, bool) or not isinstance(self.at_most, int | float) or self.at_most <= 0:
+            raise ValueError(
+                f"GrowsSlowly takes a factor above zero, got at_most={self.at_most!r}. Pass one such as 1.05."
+            )
+
+    def __call__(self, estimated: Estimated, /) -> Verdict:
+        if "growth" not in estimated.estimate.info:
+            raise ValueError(
+                f"GrowsSlowly reads the growth of a step back, which {estimated.estimator} does not tell. "
+                "Use Adjoint, or another test."
+            )
+        growth = estimated.estimate.info["growth"]
+        return Verdict("growth", growth <= self.at_most, growth, f"at most {self.at_most:g}")
+
+
+def _at_least(name: str, measured: Tensor, least: float) -> Verdict:
+    """NaN, which is larger than nothing, does not pass."""
+    return Verdict(name, torch.as_tensor(measured >= least), measured, f"at least {least:g}")
+
+
+def _check_cosine(owner: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1 <= value <= 1:
+        raise ValueError(f"{owner} takes at_least from -1 to 1, got {value!r}. Pass one such as 0.5.")

@@ -1,0 +1,68 @@
+"""What an online step hands on, and what it is where a step is not taken."""
+
+from __future__ import annotations  # torch.compile does not follow annotations of inner functions
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metafop import tree
+from metafop.types import Buffers, Carry, Given, Meta, Params, Seen, Tree
+
+
+class OnlineCarry(NamedTuple):
+    """What an online step hands on: the carry of the training below, its meta, and the last step.
+
+    carry, meta: those of the training below, after the last step.
+    meta_opt: the meta-optimizer's state.
+    last_carry, last_seen: where the last step started, and what it saw there.
+    memory: that of credit, before the last step.
+    taken: 1 if there is a last step to learn from; 0 before the first, and after one that was not finite.
+    given: what the loss of the last step was given, where a leaf of it is learned; `()` where none is.
+    """
+
+    carry: Any
+    meta: Meta
+    meta_opt: Tree
+    last_carry: Any
+    last_seen: Seen
+    memory: Tree
+    taken: Tensor
+    given: Given | tuple[()] = ()
+
+    @property
+    def params(self) -> Params:
+        return self.carry.params
+
+    @property
+    def buffers(self) -> Buffers:
+        return self.carry.buffers
+
+
+def zero_gradient_unless(finite: Tensor, seen: Seen, buffers: Buffers) -> Seen:
+    """Return what was seen or, if it is not finite, no gradient and the old buffers, valued NaN.
+
+    Integer buffers, such as a count or the seed of the next step, go on. (docs/math.md, 16)
+    """
+    return Seen(
+        torch.where(finite, seen.value, torch.nan),
+        {k: torch.where(finite, g, 0.0) for k, g in seen.grads.items()},
+        {k: torch.where(finite, b, buffers[k]) if tree.is_inexact(b) else b for k, b in seen.buffers.items()},
+        tree.map(lambda g: torch.where(finite, g, 0.0), seen.cotangent),
+    )
+
+
+def moving(carry: Any) -> Tree:
+    """Return what a step has computed: buffers and what was seen are looked at before it."""
+    return (carry.params, carry.opt) if isinstance(carry, Carry) else carry.params
+
+
+def staying(state: OnlineCarry, seen: Seen, given: Given | tuple[()]) -> OnlineCarry:
+    """Return the state if a step led to what is not finite and was not taken: nothing is learned from it.
+
+    Integer buffers go on.
+    """
+    buffers = {k: b if tree.is_inexact(b) else seen.buffers[k] for k, b in state.buffers.items()}
+    carry = state.carry._replace(buffers=buffers)
+    return state._replace(carry=carry, taken=torch.zeros_like(state.taken), given=given)

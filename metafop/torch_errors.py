@@ -1,0 +1,73 @@
+"""Errors of torch that are known, said again in a sentence with the remedy."""
+
+import re
+
+
+def explain(error: Exception) -> None:
+    """Raise a sentence in place of torch's error, if it is a known one."""
+    for pattern, sentence in _KNOWN.items():
+        if found := re.search(pattern, str(error)):
+            kind = IndexError if "index" in pattern else NotImplementedError
+            raise kind(sentence.format(*found.groups())) from error
+
+
+# What torch says when torch.func cannot do something, and what is to be done about it.
+_KNOWN = {
+    r"derivative for '?(?:aten::)?_?(\w+?)(?:_backward)?'? is not implemented": (
+        "torch has no derivative, or no second one, of {0}, which the loss uses and an unrolled "
+        "hypergradient needs. Write it out in other operations (an embedding bag is a mean of embeddings, "
+        "cdist the norm of x[:, None] - y), or use evolution."
+    ),
+    r"function '?(\w+?)'? is not differentiable with respect to argument '?(\w+?)'?\.": (
+        "torch has no derivative of {0} in its argument {1}, which the loss computes from the parameters. "
+        "To stop a gradient there makes no difference to the derivative of a run. Write {0} out in other "
+        "operations, or use evolution."
+    ),
+    r"is a view and is being modified inplace": (
+        "The loss writes in place into one of several views that unbind, split or chunk return, which torch "
+        "cannot differentiate. Take the parts by indexing, x[0], or compute new tensors."
+    ),
+    r"saved tensor hooks": (
+        "The loss uses torch.utils.checkpoint, or other hooks on saved tensors, which torch.func cannot "
+        "follow. Call the module without it: an Adjoint keeps no graph longer than a step."
+    ),
+    r"must override the setup_context": (
+        "The loss uses a torch.autograd.Function without setup_context, which torch.func cannot follow; "
+        "torch.utils.checkpoint with use_reentrant=True and full backward hooks of modules are such. Give "
+        "the function a setup_context, or write it in torch's operations."
+    ),
+    r"Cannot access data pointer of Tensor that doesn't have storage": (
+        "The loss uses an operation that reads memory behind torch.func, such as packing sequences "
+        "(PackedSequence) or numpy(). Pad sequences and mask what is beyond their end, and compute with "
+        "torch's operations."
+    ),
+    r"index (\S+) is out of bounds for dimension (\d+) with size (\d+)": (
+        "The loss takes the index {0} of a tensor of size {2} in dimension {1}, as for an example that has "
+        "no weight. Pass indices from 0 to one below the size, and leaves as long as the data."
+    ),
+    r"index out of (?:range|bounds)": (
+        "The loss takes an index out of range, as for an example that has no weight. Pass indices from 0 to "
+        "one below the size, and leaves as long as the data."
+    ),
+    r"random operation while in randomness error mode": (
+        "The loss draws random numbers, which vmap refuses: they would be others whenever a step is taken "
+        "again. Pass seeded=True to functional.from_module or functional.plain."
+    ),
+    r"escaped\?": (
+        "The loss keeps a tensor from one call to the next in an attribute or a variable, which torch.func "
+        "cannot follow. Make it a buffer (register_buffer), or return it with the buffers."
+    ),
+    r"Tensor\.requires_grad_\(\)|\.data` inside functorch|backward\(\) called inside": (
+        "The loss calls requires_grad_ or backward, or assigns to .data, which torch.func cannot follow. "
+        "Take no gradient inside the loss: return its value, and freeze parameters before from_module."
+    ),
+    r"would mutate a captured Tensor": (
+        "The loss writes in place into a tensor that it was not given to write into, such as a frozen "
+        "parameter, or a buffer of a loss that is not made by from_module. Make it a buffer of the module, "
+        "or return a new one with the buffers."
+    ),
+    r"vmap: inplace arithmetic": (
+        "The loss writes in place into a tensor that does not depend on what vmap maps over, with one that "
+        "does. Compute a new tensor instead."
+    ),
+}
