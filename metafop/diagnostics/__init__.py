@@ -15,19 +15,23 @@ from metafop.diagnostics.preconditioning import (
 )
 from metafop.diagnostics.trust import halves, metasmoothness, variance
 from metafop.diagnostics.trust_tests import (
+    AtMinimum,
     Estimated,
     GrowsSlowly,
     HalvesAgree,
     Metasmooth,
+    Solved,
     TrustTest,
     Verdict,
 )
 
 __all__ = [
+    "AtMinimum",
     "Estimated",
     "GrowsSlowly",
     "HalvesAgree",
     "Metasmooth",
+    "Solved",
     "TrustTest",
     "Verdict",
     "angle",

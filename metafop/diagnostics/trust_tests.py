@@ -98,6 +98,38 @@ class HalvesAgree:
 
 
 @dataclass(frozen=True)
+class Solved:
+    """Passed if the linear equation of `Implicit` was solved: `info["residual"]`, which costs nothing.
+
+    at_most: the residual relative to the right-hand side (1e-3).
+    """
+
+    at_most: float = 1e-3
+
+    def __post_init__(self) -> None:
+        _check_positive("Solved", self.at_most)
+
+    def __call__(self, estimated: Estimated, /) -> Verdict:
+        return _told(self, "residual", estimated, self.at_most, "Implicit")
+
+
+@dataclass(frozen=True)
+class AtMinimum:
+    """Passed if a run has ended near a minimum of its loss: `info["distance"]` of `Implicit`.
+
+    at_most: how far a minimum is along the gradient, relative to the size of the parameters (0.01).
+    """
+
+    at_most: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check_positive("AtMinimum", self.at_most)
+
+    def __call__(self, estimated: Estimated, /) -> Verdict:
+        return _told(self, "distance", estimated, self.at_most, "Implicit")
+
+
+@dataclass(frozen=True)
 class GrowsSlowly:
     """Passed if ∂value/∂carry does not explode on the way back: `info["growth"]`, which costs nothing.
 
@@ -107,19 +139,21 @@ class GrowsSlowly:
     at_most: float = 1.05
 
     def __post_init__(self) -> None:
-        if isinstance(self.at_most, bool) or not isinstance(self.at_most, int | float) or self.at_most <= 0:
-            raise ValueError(
-                f"GrowsSlowly takes a factor above zero, got at_most={self.at_most!r}. Pass one such as 1.05."
-            )
+        _check_positive("GrowsSlowly", self.at_most)
 
     def __call__(self, estimated: Estimated, /) -> Verdict:
-        if "growth" not in estimated.estimate.info:
-            raise ValueError(
-                f"GrowsSlowly reads the growth of a step back, which {estimated.estimator} does not tell. "
-                "Use Adjoint, or another test."
-            )
-        growth = estimated.estimate.info["growth"]
-        return Verdict("growth", growth <= self.at_most, growth, f"at most {self.at_most:g}")
+        return _told(self, "growth", estimated, self.at_most, "Adjoint")
+
+
+def _told(test: TrustTest, name: str, estimated: Estimated, most: float, estimator: str) -> Verdict:
+    """Return what the estimator itself has told; NaN, which is smaller than nothing, does not pass."""
+    info = estimated.estimate.info
+    if name not in info:
+        raise ValueError(
+            f"{test} reads info[{name!r}], which {estimated.estimator} does not tell. Learn with {estimator} "
+            "or pass another test."
+        )
+    return Verdict(name, info[name] <= most, info[name], f"at most {most:g}")
 
 
 def _at_least(name: str, measured: Tensor, least: float) -> Verdict:
@@ -130,3 +164,8 @@ def _at_least(name: str, measured: Tensor, least: float) -> Verdict:
 def _check_cosine(owner: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1 <= value <= 1:
         raise ValueError(f"{owner} takes at_least from -1 to 1, got {value!r}. Pass one such as 0.5.")
+
+
+def _check_positive(owner: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{owner} takes at_most above zero, got {value!r}. Pass one such as 0.01.")

@@ -4,6 +4,7 @@ from __future__ import annotations  # torch.compile does not follow annotations 
 
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -40,13 +41,12 @@ _CG = ConjugateGradients()
 class Implicit:
     """The hypergradient of a run that ends at a minimum of its loss, by the implicit function theorem.
 
-    ∇J(θ, φ) = 0,    (H + damping) x = ∂outer/∂θ,    ∂value/∂φ = ∂outer/∂φ - (∂∇J/∂φ)ᵀ x    (docs/math.md, 30)
+    ∇J(θ, φ) = 0,    (H + damping) x = ∂outer/∂θ,    ∂value/∂φ = ∂outer/∂φ - (∂∇J/∂φ)ᵀ x    (docs/math.md, 29)
 
     The run takes a step for each batch; then J is the mean loss of these batches at its end, and φ the leaves
     of the loss. The steps are not differentiated, so that it takes the memory of one, and a run that is at
-    its minimum already needs only one. It finds no derivative in lr, momentum or preconditioners, for a
-    minimum
-    lies where it lies, whatever leads there: zeros stand for these.
+    its minimum already needs only one step. It finds no derivative in lr, momentum or preconditioners, for a
+    minimum lies where it lies, whatever leads there. It holds the batches until it is done.
 
     `info` has "residual", ‖∂outer/∂θ - (H + damping) x‖ relative; "iterations"; "negative_curvature", whether
     a direction was met along which H + damping curves down; "gradient", ‖∇J‖ at the end; and "distance", how
@@ -56,16 +56,15 @@ class Implicit:
         (`ConjugateGradients()`).
     damping: is added to H, zero or more. It makes a singular H regular, and the hypergradient smaller (0.0).
     skip: checks to leave out, as for `Adjoint` (none).
-    progress: called after each step, as by `Adjoint`, and after each product with H (None).
+    progress: called after each step, as by `Adjoint`, and for each product with H (None).
 
-    >>> loss = metafop.functional.plain(
-    ...     lambda params, batch, leaves: (params["w"] - batch).square().sum() + leaves *
-    params["w"].square().sum() ... )
-    >>> training, params = Training(loss, SGD()), {"w": torch.zeros(2)}
-    >>> meta, carry = training.init_meta(params, lr=0.25, loss=1.0), training.init(params)
-    >>> outer = lambda carry: carry.params["w"].sum()
-    >>> estimate = metafop.hypergradients.implicit(training, outer, meta, carry, 40 * [torch.ones(2)])
-    >>> estimate.grads.loss  # w = 1 / (1 + l2)
+    >>> def ridge(params, batch, leaves):
+    ...     return (params["w"] - batch).square().sum() + leaves["l2"] * params["w"].square().sum()
+    >>> training, params = Training(metafop.functional.plain(ridge), SGD()), {"w": torch.zeros(2)}
+    >>> meta, carry = training.init_meta(params, lr=0.25, loss={"l2": 1.0}), training.init(params)
+    >>> end = lambda carry: carry.params["w"].sum()
+    >>> estimate = metafop.hypergradients.implicit(training, end, meta, carry, 40 * [torch.ones(2)])
+    >>> estimate.grads.loss["l2"]  # w = 1 / (1 + l2)
     tensor(-0.5000)
     """
 
@@ -82,17 +81,14 @@ class Implicit:
                 f"Implicit takes a linear solver, got {self.solver!r}. Pass ConjugateGradients() or "
                 "Neumann()."
             )
-        if (
-            isinstance(self.damping, bool)
-            or not isinstance(self.damping, int | float)
-            or not self.damping >= 0
-        ):
+        is_number = isinstance(self.damping, int | float) and not isinstance(self.damping, bool)
+        if not (is_number and 0 <= self.damping < torch.inf):
             raise ValueError(
                 f"Implicit takes a damping of zero or more, got {self.damping!r}. Pass one such as 1e-3."
             )
 
     def check_learnable(self, names: tuple[str, ...]) -> None:
-        """Refuse to learn leaves of these `names` if one is not given to the loss."""
+        """Refuse to learn leaves of these `names` if there is one that the loss is not given."""
         for name in names:
             if name.partition(".")[0] != "loss":
                 raise ValueError(
@@ -105,9 +101,10 @@ class Implicit:
     ) -> Estimate:
         if not isinstance(training, Training):
             raise TypeError(
-                f"Implicit differentiates the minimum of one loss, got {type(training).__name__}. Pass a "
-                "Training."
+                f"Implicit differentiates the minimum of one loss, got {type(training).__name__}. "
+                "Pass a Training, or use adjoint."
             )
+        steps = horizon(training, meta, carry, batches)
         if not tree.leaves(meta.loss):
             raise ValueError(
                 "Implicit gives the derivative in leaves of the loss, and meta has none: lr, momentum and "
@@ -115,13 +112,12 @@ class Implicit:
             )
         meta, carry = accepted(meta, carry)
         with explained_errors():
-            return self._estimate(training, outer_loss, meta, carry, batches)
+            return self._estimate(training, outer_loss, meta, carry, batches, steps)
 
     def _estimate(
-        self, training: Training, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches
+        self, training: Training, outer_loss: OuterLoss, meta: Meta, carry: Any, batches: Batches, steps: int
     ) -> Estimate:
-        steps, first = horizon(training, meta, carry, batches), batch_at(batches, 0)
-        how = differentiation(training, "reverse", meta, carry, first)
+        how = differentiation(training, "reverse", meta, carry, batch_at(batches, 0))
         missed = MissedBuffers(training, meta, carry, steps, self.skip)
         with how.context(), second_derivative(training, meta, "reverse", self.skip) as second:
             on_leaves = look_at_leaves(training, "reverse", self.skip, outer_loss, meta, carry, batches)
@@ -129,24 +125,26 @@ class Implicit:
             outer = differentiated(outer_loss, meta, after)
             mean = MeanGradient.of(training, meta, after, batches)
             if "repeat" not in self.skip:
-                check_repeated(
-                    steps, mean.functions[0](mean.inputs.params), mean.functions[0](mean.inputs.params)
-                )
+                seen, again = (training.evaluate(meta, after, mean.batches[0]) for _ in range(2))
+                check_repeated(steps, *(tree.leaves((each.value, each.grads)) for each in (seen, again)))
             found = self._solved(mean, after, outer.cotangent)
-            if second.is_due():
-                second.look(after, mean.batches[0])
             if second.record and self.solver.symmetric:
                 raise ValueError(_STOPPED.format(self.solver))
+            if second.is_due():
+                second.look(after, mean.batches[0])
             d_loss = tree.map(torch.sub, outer.d_meta.loss, mean.pulled_in_leaves(found.solution.x))
             buffers = missed.note(partial(value_of, outer_loss, meta), after, outer.value)
         grads = detached(outer.d_meta._replace(loss=d_loss))
-        notes = (*how.notes, *second.notes, *on_leaves, buffers, *found.notes(self.solver), _ZEROS)
+        notes = [*how.notes, *second.notes, *on_leaves, buffers, _MINIMUM]
+        if not tree.is_transforming() and tree.all_finite((after.params, outer.cotangent)):
+            notes += found.notes(self.solver)
         info = unroll_info(after, outer.value, grads, values, notes=notes)
         return Estimate(outer.value, grads, (), after, info | found.info)
 
     def _run(
         self, training: Training, meta: Meta, carry: Any, batches: Batches, missed: MissedBuffers
     ) -> tuple[Any, list[Tensor]]:
+        """Take a step for each batch; return the carry in the end, and the loss that each saw."""
         values, steps = [], len(batches)
         for t in range(steps):
             batch, before = batch_at(batches, t), carry
@@ -160,31 +158,26 @@ class Implicit:
 
     def _solved(self, mean: MeanGradient, after: Any, cotangent: list[Tensor]) -> _Found:
         """Solve (H + damping) x = ∂outer/∂θ, and see how far from a minimum the run has ended."""
-        b = flat(_in_params(after, cotangent))
-        product, count = mean.product(), 0
+        product, counted = mean.product(), count(1)
 
         def damped(v: Tensor) -> Tensor:
-            nonlocal count
-            count += 1
             if self.progress is not None:
-                self.progress("solving", count, self.solver.iterations)
+                self.progress("solving", next(counted), self.solver.iterations)
             return product(v) + self.damping * v
 
-        solution = self.solver(damped, b)
-        gradient = flat(mean())
-        size, curvature = gradient.norm(), gradient @ product(gradient)
+        solution = self.solver(damped, flat(_in_params(after, cotangent)))
+        gradient, size = flat(mean()), flat(mean.inputs.params).norm()
+        steepness, curvature = gradient.norm(), gradient @ product(gradient)
         positive = curvature > 0
-        distance = torch.where(positive, size**3 / torch.where(positive, curvature, 1.0), torch.inf)
-        at_rest = size == 0
-        distance = torch.where(at_rest, 0.0, distance / flat(mean.inputs.params).norm())
-        return _Found(solution, size, distance)
+        distance = torch.where(positive, steepness**3 / torch.where(positive, curvature, 1.0), torch.inf)
+        return _Found(solution, steepness, torch.where(steepness == 0, 0.0, distance / size))
 
 
 implicit = Implicit()
 
-_ZEROS = (
-    "Zeros stand for the derivatives in hyperparameters, preconditioners and the start: whatever leads to a "
-    "minimum, it lies where it lies."
+_MINIMUM = (
+    "Hyperparameters, preconditioners and the start have no derivative here but that of the outer loss: "
+    "whatever leads to a minimum, it lies where it lies."
 )
 _STOPPED = (
     "Implicit was given a loss that stops a gradient, whose second derivative is not symmetric, and {} "
@@ -210,14 +203,11 @@ class _Found(NamedTuple):
 
     def notes(self, solver: LinearSolver) -> list[str]:
         """Say what makes the solution doubtful, or refuse what is none."""
-        if tree.is_transforming():
-            return []
         _, residual, iterations, negative, singular = self.solution
         if singular:
             raise ValueError(
                 "The Hessian at the end of the run is singular: it has no curvature in a direction in which "
-                f"the outer loss still changes ({residual:.1%} of its derivative are left). Penalize that "
-                "direction in the loss, or pass Implicit(damping=1e-3)."
+                "the outer loss changes. Penalize that direction in the loss, or pass Implicit(damping=1e-3)."
             )
         notes = []
         if negative:

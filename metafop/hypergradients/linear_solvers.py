@@ -59,7 +59,7 @@ class ConjugateGradients:
 
     It starts from x = 0 and ends at the first of: ‖r‖ ≤ `tolerance` ‖b‖; a p along which the curvature is not
     positive; so many `iterations`. D is one, or an estimate of |diag A| (Bekas, Kokiopoulou & Saad, 2007).
-    (docs/math.md, 30)
+    (docs/math.md, 29)
 
     iterations: the most to take (1000).
     tolerance: of ‖r‖ / ‖b‖ (None, a hundred times the rounding of b's type).
@@ -142,7 +142,7 @@ class Neumann:
     x' = x + rate (b - A x),    x = rate Σ_k (I - rate A)^k b
 
     It starts from x = 0: so many terms are the derivative through as many steps of plain descent at the
-    minimum (Lorraine, Vicol & Duvenaud, 2020), and fewer weigh small curvatures less. (docs/math.md, 30)
+    minimum (Lorraine, Vicol & Duvenaud, 2020), and fewer weigh small curvatures less. (docs/math.md, 29)
 
     iterations: the number of terms (100).
     rate: below 2 over the largest eigenvalue (None, 1 over an estimate of it by 20 more products).
@@ -168,15 +168,14 @@ class Neumann:
 
     def __call__(self, product: Product, b: Tensor) -> Solution:
         rate = self._rate(product, b) if self.rate is None else torch.as_tensor(self.rate).to(b)
-        x, negative = torch.zeros_like(b), torch.tensor(False)
+        x, eps = torch.zeros_like(b), torch.finfo(b.dtype).eps
         for _ in range(self.iterations):
-            r = b - product(x)
-            x = x + rate * r
+            x = x + rate * (b - product(x))
         rest = b - product(x)
-        along = product(rest)
-        negative = rest @ along < -10 * torch.finfo(b.dtype).eps * rest.norm() * along.norm()
-        taken = torch.full_like(b.sum(), self.iterations)
-        return Solution(x, _relative(rest, b), taken, negative, torch.tensor(False))
+        along, residual = product(rest), _relative(rest, b)
+        negative = rest @ along < -10 * eps * rest.norm() * along.norm()
+        singular = (residual > eps**0.5) & (rate * along.norm() <= eps**0.5 * rest.norm())
+        return Solution(x, residual, torch.full_like(residual, self.iterations), negative, singular)
 
     def _rate(self, product: Product, b: Tensor) -> Tensor:
         """Return .9 over the largest eigenvalue, as power iteration from b finds it: if at all, too small."""

@@ -15,9 +15,7 @@ from metafop.hypergradients.graphs import with_constant_buffers
 from metafop.hypergradients.inputs import Inputs, inputs_of
 from metafop.hypergradients.linear_solvers import Product
 from metafop.hypergradients.step_vjp import gradients
-from metafop.hypergradients.validation import (
-    batch_at,
-)
+from metafop.hypergradients.validation import batch_at
 from metafop.protocols import Batches
 from metafop.training import Training
 from metafop.types import Batch, Meta
