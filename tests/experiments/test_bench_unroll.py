@@ -46,6 +46,9 @@ def test_bench_unroll_measures_every_method_over_the_best_peer(tmp_path):
     } <= summary.keys()
     assert summary["cnn_time_vs_plain_training"] == summary["cnn_t2_fast_time_vs_training"]
     assert summary["time_t2_over_t1"] > 0
+    for way in ("mlp_penalty_eager", "cnn_weights_sqrt_eager"):
+        assert summary[f"leaf_{way}_time"] > 0
+        assert summary[f"leaf_{way}_memory"] > 0
     assert summary["small_t3_forward_time_vs_all"] > 0
     assert summary["reversible_memory_t10_over_t1"] > 0
     assert summary["reversible_bits_per_parameter_step"] == 6.4  # one word of 64 bits, over ten steps

@@ -4,7 +4,7 @@ import time
 from functools import partial
 
 from experiments.benchmarks.timing import take_turns
-from experiments.benchmarks.unroll import check_costs, headline, long_horizons, report
+from experiments.benchmarks.unroll import check_costs, headline, leaf_costs, long_horizons, report
 from experiments.benchmarks.unroll.config import Config, cases, small
 from experiments.benchmarks.unroll.measure import (
     Result,
@@ -34,6 +34,9 @@ def main(config: Config) -> None:
         if "checks" in wanted:
             figures |= checks(config)
             tick("checks")
+        if "leaves" in wanted:
+            figures |= leaves(config)
+            tick("leaves")
         if "ways" in wanted:
             for name, case in chosen(config).items():
                 results[f"{name}_t{case.horizon}"] = measure(config, name, tick)
@@ -46,6 +49,8 @@ def main(config: Config) -> None:
             figures |= long_horizons.costs(config, tick)
     if "checks" in wanted:
         check_costs.show(config.out, figures)
+    if "leaves" in wanted:
+        leaf_costs.show(config.out, figures)
     if "long horizons" in wanted:
         long_horizons.show(config, figures)
     for name, result in results.items():
@@ -69,18 +74,30 @@ def parts(config: Config) -> dict[str, int]:
     """Return the parts to measure, each with the number of times that it moves the progress bar."""
     counts = {
         "checks": 1,
+        "leaves": 1,
         "ways": sum(len(METHODS) * (case.rounds + 2) for case in chosen(config).values()) + 2,
         "long horizons": len(long_horizons.WAYS) * (small(config).rounds + 1),
     }
     if config.nets:
         return {"ways": counts["ways"]}
+    if config.only_leaves:
+        return {"leaves": counts["leaves"]}
     if config.only_long_horizons:
         return {"long horizons": counts["long horizons"]}
     return counts if config.ways else {"checks": counts["checks"]}
 
 
 def checks(config: Config) -> Summary:
-    checked = {name: case for name, case in cases(config).items() if name != "deep"}
-    # By the processor's clock: other programs disturb the wall clock by more than the percent to measure.
-    turns = partial(take_turns, tick=lambda: None, clock=time.process_time)
-    return check_costs.costs(checked, config.checked, config.seed, config.compiled, turns)
+    return check_costs.costs(shallow(config), config.checked, config.seed, config.compiled, turns)
+
+
+def leaves(config: Config) -> Summary:
+    return leaf_costs.costs(shallow(config), config.horizon, config.seed, config.compiled, turns)
+
+
+def shallow(config: Config) -> dict[str, Case]:
+    return {name: case for name, case in cases(config).items() if name != "deep"}
+
+
+# By the processor's clock: other programs disturb the wall clock by more than the percent to measure.
+turns = partial(take_turns, tick=lambda: None, clock=time.process_time)

@@ -27,6 +27,7 @@ class Config:
     checked: tuple[int, ...] = (20, 100)  # steps for which it is measured what the checks cost
     ways: bool = True  # measure every method. Without, what the checks cost alone
     nets: MayBeEmpty[tuple[Literal["mlp", "cnn", "deep"], ...]] = ()  # measure every method on these alone
+    only_leaves: bool = False  # measure what a learned leaf of the loss costs alone
     only_long_horizons: bool = False  # measure small alone, with the ways for long horizons
     compiled: bool = True  # compile ours. Takes about a minute a case
     isolated: bool = True  # a process for each measure of memory. Without, resident memory is not reported

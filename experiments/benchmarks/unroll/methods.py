@@ -92,16 +92,20 @@ def methods(unroll: Unroll, compiled: bool) -> dict[str, Method]:
 
 
 def estimates(
-    unroll: Unroll, optimizer: Momentum | ReversibleMomentum
+    unroll: Unroll,
+    optimizer: Momentum | ReversibleMomentum,
+    of_training: Callable[..., Tensor] = batch_loss,
+    leaves: Tensor | None = None,
 ) -> Callable[[Estimator, Sequence[Batch]], Estimate]:
     """Return a function from an estimator and batches to its estimate."""
-    loss, params, buffers = functional.from_module(unroll.model, batch_loss)
+    loss, params, buffers = functional.from_module(unroll.model, of_training)
+    judged, _, _ = functional.from_module(unroll.model, batch_loss)
     training = Training(loss, optimizer)
-    meta = training.init_meta(params, lr=dict.fromkeys(params, LR), momentum=MOMENTUM)
+    meta = training.init_meta(params, lr=dict.fromkeys(params, LR), momentum=MOMENTUM, loss=leaves)
     carry = training.init(params, buffers)
 
     def outer_loss(carry: Carry) -> Tensor:
-        return loss(carry.params, carry.buffers, unroll.outer)[0]
+        return judged(carry.params, carry.buffers, unroll.outer)[0]
 
     return lambda estimator, batches: estimator(training, outer_loss, meta, carry, batches)
 
