@@ -44,8 +44,6 @@ class Online:
     meta_optimizer: moves meta; any optimizer of the library, or one of your own.
     learn: names of leaves of meta, or the starts of some: "lr", "precond", "precond.conv1.weight",
         "loss.weights" (("precond",), as for `optim.FOP`).
-    validation: J, a loss of its own: `loss(params, buffers, batch) -> (value, buffers)`, as `functional`
-        makes one. Each batch is then a pair, (batch, batch of this loss) (None, the loss of training).
     order: "exact" advances with meta', of which H is then the derivative at the next step; "paper", Algorithm
         1 of the paper, with meta, so that H is taken at another meta than the one that made θ ("exact").
     credit: what P is credited with: "velocity", all that the optimizer's movement is made of; or "gradient",
@@ -58,6 +56,8 @@ class Online:
         the gradient if the loss is not even finite (False). It means something only if every batch is the
         same, and needs a guard: what a rejected step teaches without one grows with how far it went.
     skip: checks to leave out: ("carry",) looks no more whether a step led to finite numbers (none).
+    validation: J, a loss of its own: `loss(params, buffers, batch) -> (value, buffers)`, as `functional`
+        makes one. Each batch is then a pair, (batch, batch of this loss) (None, the loss of training).
 
     >>> loss = metafop.functional.plain(lambda params, batch: (params["w"] * batch).square().sum())
     >>> training, params = Training(loss, SGD(), {"w": Dense()}), {"w": torch.ones(2)}
@@ -73,7 +73,6 @@ class Online:
     training: Trains
     meta_optimizer: Optimizer
     learn: tuple[str, ...] = ("precond",)
-    validation: Loss | None = None
     order: Order = "exact"
     credit: Credit = "velocity"
     hypergradient: Hypergradient = closed_form
@@ -81,6 +80,7 @@ class Online:
     bounds: tuple[Bound, ...] = ()
     null_step: bool = False
     skip: tuple[Literal["carry"], ...] = ()
+    validation: Loss | None = None
     _rule: CompleteOptimizer = field(init=False, repr=False, compare=False)  # the meta-optimizer, completed
 
     def __post_init__(self) -> None:
