@@ -120,13 +120,17 @@ class Logger:
     def learned(self, step: int, leaves: Mapping[str, Tensor]) -> None:
         """Write pictures of `leaves`, what was learned, by name: of a schedule "curve/…", of a matrix "M/…".
 
-        A matrix has one if it has at most 64 rows and columns. `step` is the number of the step.
+        A schedule has one if it has at most 1024 entries, a matrix if it has at most 64 rows and columns. Of
+        all else that is more than a number there is a histogram, "values/…". `step` is the number of the
+        step.
         """
         for name, leaf in leaves.items():
-            if leaf.dim() == 1 and leaf.numel() > 1:
+            if leaf.dim() == 1 and 1 < leaf.numel() <= _LARGEST_HISTOGRAM:
                 self._events.add_summary(image(f"curve/{name}", curve(leaf), dataformats="HWC"), step)
             elif leaf.dim() == 2 and max(leaf.shape) <= _LARGEST_IMAGE:
                 self._events.add_summary(image(f"M/{name}", picture(leaf), dataformats="CHW"), step)
+            elif leaf.numel() > 1:
+                self._histogram(step, f"values/{name}", leaf)
 
     def watch(self, optimizer: Watched, every: int = 100) -> RemovableHandle:
         """Write the diagnostics of an optimizer after its first step, and then after every so many.

@@ -34,6 +34,7 @@ def summary(training: Trains, meta: Meta, grads: Params) -> dict[str, Tensor]:
     """
     return (
         hyper(meta)
+        | leaves(meta)
         | {"gradient_norm": tree.norm(tree.map(wide, grads))}
         | norms("gradient_norm", grads)
         | norms("direction_norm", directions(training, meta, grads))
@@ -49,6 +50,18 @@ def hyper(meta: Meta) -> dict[str, Tensor]:
     """
     named = tree.named(meta.hyper).items()
     return {f"hyper/{name.replace('.', '/', 1)}": value for name, value in named if value.dim() == 0}
+
+
+def leaves(meta: Meta) -> dict[str, Tensor]:
+    """Return the leaves of the loss in `meta`: a number as in "loss/l2", of more numbers the mean, the least
+    and the largest, as in "loss/weights/mean".
+    """
+    found = {}
+    for name, leaf in tree.named(meta.loss, "loss").items():
+        key = name.replace(".", "/", 1)
+        some = {"mean": leaf.mean(), "min": leaf.amin(), "max": leaf.amax()} if leaf.numel() else {}
+        found |= {key: leaf} if leaf.dim() == 0 else {f"{key}/{k}": x for k, x in some.items()}
+    return found
 
 
 def norms(name: str, values: Params) -> dict[str, Tensor]:

@@ -255,3 +255,12 @@ def test_a_family_that_cannot_be_inspected_has_angles_but_no_spectrum():
     scalars = diagnostics.summary(training, training.init_meta(params, lr=0.1), params)
     assert scalars["angle/w"] == 0
     assert not any(name.startswith(("eigenvalue", "norm")) for name in scalars)
+
+
+def test_leaves_of_the_loss_are_summed_up_by_name():
+    meta = Meta(SGD().hyper(lr=0.1), {}, {"l2": torch.tensor(0.5), "weights": torch.tensor([1.0, 4.0])})
+    expected = {"loss/l2": 0.5, "loss/weights/mean": 2.5, "loss/weights/min": 1.0, "loss/weights/max": 4.0}
+    assert diagnostics.leaves(meta) == expected
+    assert diagnostics.leaves(meta._replace(loss=torch.tensor(2.0))) == {"loss": 2.0}
+    training = Training(lambda params, buffers, batch, leaves: (params["w"].sum(), buffers), SGD())
+    assert expected.keys() <= diagnostics.summary(training, meta, {"w": torch.ones(2)}).keys()

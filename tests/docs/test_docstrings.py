@@ -29,7 +29,14 @@ EXAMPLES = {
     for example in doctest.DocTestFinder().find(module, extraglobs=NAMES)
     if example.examples
 }
-PUBLIC_MODULES = [metafop, *filter(inspect.ismodule, PUBLIC.values()), preconditioners, protocols, tensorboard, types]
+PUBLIC_MODULES = [
+    metafop,
+    *filter(inspect.ismodule, PUBLIC.values()),
+    preconditioners,
+    protocols,
+    tensorboard,
+    types,
+]
 
 
 def public(module: ModuleType) -> list[type | Callable]:
@@ -76,8 +83,8 @@ def is_protocol(x: object) -> bool:
 
 def named_by_protocols(cls: type, method: str) -> set[str]:
     """Return the arguments that a method's docstring names in a protocol that the class follows."""
-    protocols = {x: methods(x) for x in vars(protocols).values() if is_protocol(x)}
-    followed = [each for each in protocols.values() if method in each and each.keys() <= set(dir(cls))]
+    known = {x: methods(x) for x in vars(protocols).values() if is_protocol(x)}
+    followed = [each for each in known.values() if method in each and each.keys() <= set(dir(cls))]
     return {name for each in followed for name in named(each[method]) if name in arguments(each[method])}
 
 
