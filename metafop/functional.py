@@ -54,7 +54,7 @@ def plain(loss: Callable[..., Tensor], seeded: bool = False) -> Loss:
 
 
 def takes_leaves(function: Callable[..., Any], others: int) -> bool:
-    """Return whether a function has one argument after so many `others`, and needs it.
+    """Return whether a `function` has one argument after so many `others`, and needs it.
 
     One that has a default value is a setting of the function's own.
     """
@@ -62,7 +62,7 @@ def takes_leaves(function: Callable[..., Any], others: int) -> bool:
 
 
 def with_leaves(loss: Loss) -> Loss:
-    """Return the loss as one that takes the leaves of meta, whether it reads any or not."""
+    """Return the `loss` as one that takes the leaves of meta, whether it reads any or not."""
     if takes_leaves(loss, 3):
         return loss
     return lambda params, buffers, batch, leaves: loss(params, buffers, batch)

@@ -149,7 +149,7 @@ def partition(x: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
 
 
 def derivative(x: Tree, floats: Iterable[Tensor]) -> Tree:
-    """Return a derivative in `x`, given that in its floating-point leaves: zero in integers."""
+    """Return a derivative in `x`, given `floats`, that in its floating-point leaves: zero in integers."""
     _, rebuild = partition(map(torch.zeros_like, x))
     return rebuild(list(floats))
 

@@ -51,7 +51,7 @@ class TrustTest(Protocol):
     """What decides whether to learn from an estimate."""
 
     def __call__(self, estimated: Estimated, /) -> Verdict:
-        """Return what is found of an estimate."""
+        """Return what is found of what was `estimated`."""
         ...
 
 
@@ -72,6 +72,7 @@ class Metasmooth:
         _check_cosine("Metasmooth", self.at_least)
 
     def __call__(self, estimated: Estimated, /) -> Verdict:
+        """Return what is found of what was `estimated`."""
         _, training, _, meta, carry, batches, learn, _ = estimated
         found = metasmoothness(training, meta, carry, batches, learn, self.h)["metasmoothness"]
         return _at_least("metasmoothness", found, self.at_least)
@@ -92,6 +93,7 @@ class HalvesAgree:
         _check_cosine("HalvesAgree", self.at_least)
 
     def __call__(self, estimated: Estimated, /) -> Verdict:
+        """Return what is found of what was `estimated`."""
         estimator, training, outer_loss, meta, carry, batches, learn, _ = estimated
         found = halves(estimator, training, outer_loss, meta, carry, batches, learn)["cosine"]
         return _at_least("halves", found, self.at_least)
@@ -110,6 +112,7 @@ class Solved:
         _check_positive("Solved", self.at_most)
 
     def __call__(self, estimated: Estimated, /) -> Verdict:
+        """Return what is found of what was `estimated`."""
         return _told(self, "residual", estimated, self.at_most, "Implicit")
 
 
@@ -126,6 +129,7 @@ class AtMinimum:
         _check_positive("AtMinimum", self.at_most)
 
     def __call__(self, estimated: Estimated, /) -> Verdict:
+        """Return what is found of what was `estimated`."""
         return _told(self, "distance", estimated, self.at_most, "Implicit")
 
 
@@ -142,6 +146,7 @@ class GrowsSlowly:
         _check_positive("GrowsSlowly", self.at_most)
 
     def __call__(self, estimated: Estimated, /) -> Verdict:
+        """Return what is found of what was `estimated`."""
         return _told(self, "growth", estimated, self.at_most, "Adjoint")
 
 

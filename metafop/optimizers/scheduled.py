@@ -81,13 +81,13 @@ class Scheduled:
         return tuple(name for name in self.fields if name not in self.leaf_fields)
 
     def is_scheduled(self, name: str, field: str | None = None) -> bool:
-        """Return whether the leaf of the loss of this name has a schedule; if asked, by this `field`."""
+        """Return whether the leaf of the loss of this `name` has a schedule; if asked, by this `field`."""
         full = f"loss.{name}" if name else "loss"
         fields = self.leaf_fields if field is None else (field,)
         return any(full == each or full.startswith(f"{each}.") for each in fields)
 
     def leaf(self, name: str, value: Tensor) -> Tensor:
-        """Return a leaf of the loss with an entry for each step: a number repeated, or one that has them."""
+        """Return the leaf of this `name` with an entry for each step: a number `value` repeated, or as it is."""
         if not self.is_scheduled(name):
             return value
         if value.dim() == 0:
@@ -100,7 +100,7 @@ class Scheduled:
         return value
 
     def leaves(self, leaves: Tree, opt: ScheduledState) -> Tree:
-        """Return the leaves of the loss as they are at the step that starts from `opt`."""
+        """Return the `leaves` of the loss as they are at the step that starts from `opt`."""
         if not self.leaf_fields:
             return leaves
         return tree.map_named(lambda name, x: _entry(x, opt.time) if self.is_scheduled(name) else x, leaves)
