@@ -87,7 +87,7 @@ class Scheduled:
         return any(full == each or full.startswith(f"{each}.") for each in fields)
 
     def leaf(self, name: str, value: Tensor) -> Tensor:
-        """Return the leaf of this `name` with an entry for each step: a number `value` repeated, or as it is."""
+        """Return the leaf of this `name` with an entry a step: a number repeated, or `value` as it is."""
         if not self.is_scheduled(name):
             return value
         if value.dim() == 0:
