@@ -85,6 +85,14 @@ COMMANDS = {
         "experiments.studies.defaults",
         "How FOP over momentum does on real handwritten digits, by order, credit, guard and family.",
     ),
+    "cleaning": Command(
+        "experiments.studies.cleaning.command",
+        "MNIST with half the labels wrong: a weight for each training digit, learned from clean digits.",
+    ),
+    "attribution": Command(
+        "experiments.studies.attribution.command",
+        "What each training digit did to the loss of unseen ones: by derivatives, and by training again.",
+    ),
     "bench-online": Command(
         "experiments.benchmarks.online",
         "Times one online step over one plain step, on an MLP and on a 9-layer conv net, in one process.",

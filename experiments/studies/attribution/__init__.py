@@ -1,0 +1,1 @@
+"""What each training digit did to the loss of an unseen one."""

@@ -1,0 +1,1 @@
+"""Digits with wrong labels: a weight for each, learned from clean ones."""
