@@ -2,9 +2,10 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from metafop import tree
+from torch.func import vjp
+
 from metafop.protocols import Trains
-from metafop.types import Last, Meta, Params
+from metafop.types import Last, Meta, Params, Tree
 
 
 def closed_form(training: Trains, meta: Meta, last: Last, cotangent: Params) -> Meta:
@@ -23,7 +24,8 @@ def by_autograd(training: Trains, meta: Meta, last: Last, cotangent: Params) -> 
 
     With the gradient at those parameters as `cotangent` this is ∂J/∂meta, the state before the `last` step
     held fixed: what `closed_form` computes, for every optimizer and preconditioner. `last` must have no
-    credit for earlier gradients. (docs/math.md, 1)
+    credit for earlier gradients. If it has what its loss was given, the gradient is taken again, for the
+    derivative in its leaves; otherwise zeros stand for that. (docs/math.md, 1)
     """
     if last.credit:
         raise ValueError(
@@ -31,8 +33,13 @@ def by_autograd(training: Trains, meta: Meta, last: Last, cotangent: Params) -> 
             'Use Online(credit="gradient") or hypergradient=closed_form.'
         )
 
-    def params(meta: Meta) -> Params:
-        carry, _ = training.advance(meta, last.carry, last.seen)
+    def params(meta: Meta, leaves: Tree) -> Params:
+        seen = last.seen
+        if last.given:
+            seen = training.evaluate(meta._replace(loss=leaves), last.carry, last.given.batch)
+        carry, _ = training.advance(meta, last.carry, seen)
         return carry.params
 
-    return tree.pull(params, meta, cotangent)
+    leaves = last.given.leaves if last.given else ()
+    d_meta, d_leaves = vjp(params, meta, leaves)[1](cotangent)
+    return d_meta._replace(loss=d_leaves) if last.given else d_meta
