@@ -1,4 +1,4 @@
-"""`python -m metafop.verify`: is every closed form of the library right?"""
+"""`python -m metafop.verify`: is every closed form and every estimator of the library right?"""
 
 import argparse
 import json
@@ -12,8 +12,10 @@ from metafop.verify.report import AUTOGRAD_TOLERANCE, DIFFERENCES_TOLERANCE, Rep
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table of `built_in`; return 0 if every closed form is right, else 1."""
-    parser = argparse.ArgumentParser(prog="python -m metafop.verify", description="Check every closed form.")
+    """Print the table of `built_in`; return 0 if all of it is right, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="python -m metafop.verify", description="Check every closed form and every estimator."
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE as well")
     options = parser.parse_args(arguments)
     if options.json and not options.json.parent.is_dir():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,3 +92,14 @@ def place(name: str, worst: Tensor) -> str:
     """Return the name of the number in a leaf that is the largest of `worst`, such as "precond.w[0, 2]"."""
     found = [int(i) for i in torch.unravel_index(worst.argmax(), worst.shape)]
     return f"{name}{found}" if found else name
+
+
+def brief(x: Any) -> str:
+    """Return the `repr` of an object without the fields that have their default value."""
+    if not is_dataclass(x) or isinstance(x, type):
+        return repr(x)
+    shown = [
+        (each.name, getattr(x, each.name), each.default) for each in fields(x) if each.repr and each.init
+    ]
+    given = [f"{name}={brief(value)}" for name, value, default in shown if repr(value) != repr(default)]
+    return f"{type(x).__name__}({', '.join(given)})"

@@ -17,7 +17,7 @@ from metafop.preconditioners import Dense, clocks
 from metafop.protocols import Optimizer, Preconditioner
 from metafop.training import Training
 from metafop.types import Given, Last, Meta, Params, Tree
-from metafop.verify.report import AUTOGRAD_TOLERANCE, Report, Row, place, relative
+from metafop.verify.report import AUTOGRAD_TOLERANCE, Report, Row, brief, place, relative
 
 _DESCENT, _DENSE = SGD(), Dense()
 
@@ -52,7 +52,7 @@ def check(
     """
     if optimizer is _DESCENT:
         hyper = {"lr": 0.05} | hyper
-    what = f"{optimizer!r}, {preconditioner!r}, {'×'.join(str(n) for n in shape)}"
+    what = f"{brief(optimizer)}, {brief(preconditioner)}, {'×'.join(str(n) for n in shape)}"
     training, meta, last, cotangent = _third_step(optimizer, hyper, preconditioner, shape, seed)
     later = meta._replace(loss=tree.scale(meta.loss, 1.1))  # as when an Online asks: they have moved
     closed = tree.named(closed_form(training, later, last, cotangent))
