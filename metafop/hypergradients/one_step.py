@@ -2,10 +2,9 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from torch.func import vjp
-
+from metafop import tree
 from metafop.protocols import Trains
-from metafop.types import Last, Meta, Params, Tree
+from metafop.types import Last, Meta, Params
 
 
 def closed_form(training: Trains, meta: Meta, last: Last, cotangent: Params) -> Meta:
@@ -23,23 +22,22 @@ def by_autograd(training: Trains, meta: Meta, last: Last, cotangent: Params) -> 
     """Return the VJP of `training.advance` in `meta`: ∂⟨cotangent, params after the last step⟩.
 
     With the gradient at those parameters as `cotangent` this is ∂J/∂meta, the state before the `last` step
-    held fixed: what `closed_form` computes, for every optimizer and preconditioner. `last` must have no
-    credit for earlier gradients. If it has what its loss was given, the gradient is taken again, for the
-    derivative in its leaves; otherwise zeros stand for that. (docs/math.md, 1)
+    held fixed: what `closed_form` computes, for every optimizer and preconditioner. If `last` has what its
+    loss was given, that is evaluated again, and leaves of the loss have their derivative by way of the
+    gradient. `last` must have no credit for earlier gradients. (docs/math.md, 1)
     """
     if last.credit:
         raise ValueError(
             "by_autograd differentiates the last step alone and got a credit for earlier ones. "
             'Use Online(credit="gradient") or hypergradient=closed_form.'
         )
+    given = last.given
 
-    def params(meta: Meta, leaves: Tree) -> Params:
+    def params(meta: Meta) -> Params:
         seen = last.seen
-        if last.given:
-            seen = training.evaluate(meta._replace(loss=leaves), last.carry, last.given.batch)
+        if given:
+            seen = seen._replace(grads=training.evaluate(meta, last.carry, given.batch).grads)
         carry, _ = training.advance(meta, last.carry, seen)
         return carry.params
 
-    leaves = last.given.leaves if last.given else ()
-    d_meta, d_leaves = vjp(params, meta, leaves)[1](cotangent)
-    return d_meta._replace(loss=d_leaves) if last.given else d_meta
+    return tree.pull(params, meta._replace(loss=given.leaves) if given else meta, cotangent)
