@@ -18,7 +18,7 @@ def learner(problem, learn=("loss", "lr"), validated=True, lr=1e-3, **settings):
     validation, pairs = None, problem.batches
     if validated:
         validation, pairs = problem.problem.loss, list(zip(pairs, problem.problem.batches, strict=False))
-    online = Online(problem.training, SGD(), learn, validation, **settings)
+    online = Online(problem.training, SGD(), learn, validation=validation, **settings)
     outer_meta = online.init_meta(problem.meta, lr=lr)
     return online, outer_meta, online.init(problem.meta, problem.carry, pairs[0]), pairs
 
@@ -147,7 +147,7 @@ def test_wrong_labels_lose_their_weight_within_its_range(domains, generator):
     params = {"w": torch.zeros(3)}
     training = Training(weighted, SGD(), loss_domains=domains)
     meta = training.init_meta(params, lr=0.5, loss=torch.full((40,), 0.5))
-    online = Online(training, Adam(), ("loss",), clean)
+    online = Online(training, Adam(), ("loss",), validation=clean)
     outer_meta, state = online.init_meta(meta, lr=0.05), online.init(meta, training.init(params), pair)
     for _ in range(200):
         state, _ = online.step(outer_meta, state, pair)
@@ -162,7 +162,7 @@ def test_torch_compile_follows_a_step_that_learns_leaves(generator):
     params = {"w": torch.zeros(3)}
     training = Training(weighted, SGD(), loss_domains={"*": Unit()})
     meta = training.init_meta(params, lr=0.5, loss=torch.full((40,), 0.5))
-    online = Online(training, SGD(), ("loss", "lr"), clean)
+    online = Online(training, SGD(), ("loss", "lr"), validation=clean)
     outer_meta, state = online.init_meta(meta, lr=0.05), online.init(meta, training.init(params), pair)
     compiled, expected = torch.compile(online.step, fullgraph=True), state
     for _ in range(3):
