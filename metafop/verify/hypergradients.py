@@ -84,7 +84,7 @@ def _number(run: Callable[[Values], Any], values: Values) -> float:
     if shape:
         raise ValueError(f"A run returns a scalar, got one of shape {shape}. Take its mean().")
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError):
         raise TypeError(
             f"A run returns a number, got a {type(value).__name__}. Return the outer loss."
