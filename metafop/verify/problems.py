@@ -18,7 +18,7 @@ from metafop.types import Batch, Buffers, Carry, Meta, OuterLoss, Params, Tree
 
 
 class Problem(NamedTuple):
-    """What an estimator is given: `estimator(*problem)`."""
+    """What an estimator is given: `estimator(training, outer_loss, meta, carry, batches)`."""
 
     training: Trains
     outer_loss: OuterLoss

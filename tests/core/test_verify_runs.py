@@ -263,6 +263,37 @@ def test_highers_derivatives_pass_but_that_in_adams_second_beta(generator):
     assert [row.part for row in report.rows if not row.ok] == ["beta2"]
 
 
+class Array:
+    """An array as other libraries have them: it can be handed on, and not written into."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __dlpack__(self, **kwargs):
+        return self.x.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self.x.__dlpack_device__()
+
+
+def test_arrays_of_any_library_do():
+    np = pytest.importorskip("numpy")
+    fixed = np.ones(2)
+    fixed.setflags(write=False)
+    for ones in (
+        Array(torch.ones(2)),
+        Array(torch.ones(2, dtype=torch.float32)),
+        np.ones(2),
+        fixed,
+        [1.0, 1.0],
+    ):
+        assert check_hypergradient(lambda values, ones=ones: {"x": ones}, half_square, {"x": ones}).ok
+
+
+def half_square(values):
+    return (values["x"] ** 2).sum() / 2
+
+
 def quadratic(values):
     return (values["x"] ** 2).sum()
 
