@@ -27,7 +27,8 @@ class Look(NamedTuple):
 
     @property
     def gap(self) -> float:
-        return abs(self.claimed - self.found.value)
+        gap = abs(self.claimed - self.found.value)
+        return math.inf if math.isnan(gap) else gap
 
     @property
     def error(self) -> float:
@@ -118,7 +119,7 @@ class Comparison:
         if way.count_nonzero() > 1 and worst.error <= DIFFERENCES_TOLERANCE:
             return f"{name}, along a direction"
         while way.count_nonzero() > 1:
-            places = torch.arange(way.numel()).view_as(way)
+            places = torch.arange(way.numel(), device=way.device).view_as(way)
             moving = places[way != 0]
             first = places < moving[len(moving) // 2]
             halves = [torch.where(first, way, 0.0), torch.where(first, 0.0, way)]

@@ -48,7 +48,7 @@ def check_estimator(
     True
     """
     check_is_estimator("check_estimator", estimator)
-    given, smooth = _suiting(estimator, seed) if problem is None else (problem, problem)
+    given, smooth = _suiting(estimator, seed) if problem is None else 2 * (Problem._make(problem),)
     estimate, whole_graph = estimator(*given), autograd(*given)
     claimed, expected = _named(estimate), _named(whole_graph)
     compared = Comparison(

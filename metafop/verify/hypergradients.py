@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def _number(run: Callable[[Values], Any], values: Values) -> float:
     if shape:
         raise ValueError(f"A run returns a scalar, got one of shape {shape}. Take its mean().")
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError):
         raise TypeError(
             f"A run returns a number, got a {type(value).__name__}. Return the outer loss."
@@ -118,11 +119,18 @@ def _derivatives(
 def _float64(what: str, x: Any) -> Tensor:
     """Return a copy of a tensor, of an array of any library, or of a number."""
     try:
-        found = x.detach().cpu() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+        found = x.detach() if isinstance(x, Tensor) else _tensor(x)
     except (TypeError, ValueError, RuntimeError):
         found = None
     if found is None or found.is_complex():
         raise TypeError(
             f"{what} is a {type(x).__name__}, of which no real tensor can be made. Pass a tensor."
         )
-    return found.double().clone()
+    return found.to("cpu", torch.float64, copy=True)
+
+
+def _tensor(x: Any) -> Tensor:
+    if hasattr(x, "__dlpack__"):
+        with suppress(BufferError):  # of numpy, where it may not be written into
+            return torch.from_dlpack(x)
+    return torch.tensor(x, dtype=torch.float64)

@@ -18,7 +18,7 @@ from metafop.types import Batch, Buffers, Carry, Meta, OuterLoss, Params, Tree
 
 
 class Problem(NamedTuple):
-    """What an estimator is given: `estimator(*problem)`."""
+    """What an estimator is given: `estimator(training, outer_loss, meta, carry, batches)`."""
 
     training: Trains
     outer_loss: OuterLoss
@@ -78,7 +78,9 @@ def _problem(
     def loss(params: Params, buffers: Buffers, batch: Batch, leaves: Tree) -> tuple[Tensor, Buffers]:
         errors, penalty = _errors(params, batch), sum(p.square().sum() for p in params.values())
         count = buffers["count"]
-        value = (1 + 0.5 * count.to(errors).sin()) * (leaves["weights"] @ errors) + leaves["l2"] * penalty
+        value = (
+            0.5 * (1 + 0.5 * count.to(errors).sin()) * (leaves["weights"] @ errors) + leaves["l2"] * penalty
+        )
         return value, {"count": (count + 1).clamp(max=3)}
 
     def outer_loss(carry: Carry, meta: Meta) -> Tensor:
@@ -89,7 +91,7 @@ def _problem(
 
     params = {"w": _noise(rng, 2, 3), "b": _noise(rng, 2)}
     training = Training(loss, optimizer, families)
-    leaves = {"weights": 0.5 * _noise(rng, _EXAMPLES).sigmoid(), "l2": 0.5}
+    leaves = {"weights": _noise(rng, _EXAMPLES), "l2": 0.7}
     meta = training.init_meta(params, rng, loss=leaves, **hyper)
     learned = tree.map(lambda m: m + 0.3 * _noise(rng, *m.shape), meta.precond)
     carry = training.init(params, {"count": torch.tensor(0)})

@@ -107,15 +107,15 @@ def _gradient_row(what: str, training: Training, meta: Meta, last: Last, cotange
         c.abs(), (moved(grad) - last.carry.params["w"]).abs()
     )
     differences = _differences(lambda grad: tree.dot(c, moved(grad)), grad)
-    return _row(what, "gradient", None, relative(by_graph, differences, size))
+    error = relative(by_graph, differences, size)
+    return _row(what, "gradient", torch.zeros_like(error), error)
 
 
-def _row(what: str, name: str, by_graph: Tensor | None, by_steps: Tensor) -> Row:
+def _row(what: str, name: str, by_graph: Tensor, by_steps: Tensor) -> Row:
     """Return the worst errors against autograd and against finite differences, and where the worst one is."""
-    worst = by_steps if by_graph is None or by_graph.max() <= AUTOGRAD_TOLERANCE else by_graph
-    from_autograd = None if by_graph is None else by_graph.max().item()
+    worst = by_graph if by_graph.max() > AUTOGRAD_TOLERANCE else by_steps
     compared = f"{by_steps.numel()} of {by_steps.numel()}"
-    return Row(what, name, from_autograd, by_steps.max().item(), compared, place(name, worst))
+    return Row(what, name, by_graph.max().item(), by_steps.max().item(), compared, place(name, worst))
 
 
 def _third_step(
@@ -132,11 +132,11 @@ def _third_step(
 
     def loss(params: Params, shift: Tensor, leaves: Tree) -> Tensor:
         w = params["w"]
-        errors = leaves["weights"] * curvature * (1 + (w - target + shift) ** 2).sqrt()
-        return errors.sum() + leaves["l2"] * w.square().sum()
+        errors = leaves["weights"].exp() * curvature * (1 + (w - target + shift) ** 2).sqrt()
+        return errors.sum() + leaves["l2"].square() * w.square().sum()
 
     training = Training(plain(loss), optimizer, {"w": family})
-    leaves = {"weights": noise(torch.empty(shape[-1:])).exp(), "l2": 0.1}
+    leaves = {"weights": noise(torch.empty(shape[-1:])), "l2": 0.3}
     meta = training.init_meta(params, generator, loss=leaves, **hyper)
     meta = meta._replace(precond=tree.map(lambda m: m + 0.3 * noise(m), meta.precond))
     carry = training.init(params)
