@@ -160,7 +160,7 @@ def _cut(tensors: Iterable[Tensor], sizes: Iterable[int]) -> list[list[Tensor]]:
 def _resolved(x: Tensor | None) -> Tensor | None:
     """Return the tensor as it is in memory: one that is negated or conjugated only by a mark is made so.
 
-    The stride of a dimension with one entry says nothing, and vmap leaves any there: it is made the usual one.
+    The stride of a dimension with one entry says nothing, and vmap leaves any there: it is made the usual.
     """
     if x is None:
         return None
