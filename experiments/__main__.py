@@ -85,6 +85,14 @@ COMMANDS = {
         "experiments.studies.defaults",
         "How FOP over momentum does on real handwritten digits, by order, credit, guard and family.",
     ),
+    "distillation": Command(
+        "experiments.studies.distillation.command",
+        "Ten images, learned through 30 steps of training on them, that teach a network MNIST.",
+    ),
+    "maml": Command(
+        "experiments.studies.maml.command",
+        "MAML on sinusoids: a start that adapts in a few steps, and the same loop by higher.",
+    ),
     "bench-online": Command(
         "experiments.benchmarks.online",
         "Times one online step over one plain step, on an MLP and on a 9-layer conv net, in one process.",
@@ -171,7 +179,11 @@ def configured(name: str, experiment: Any, flags: Sequence[str]) -> Any:
 
     prog = f"python -m experiments {name}"
     # The defaults that are shown, and overruled, are those of the preset asked for.
-    preset = {"default": experiment.PRESETS[asked(flags)]} if hasattr(experiment, "PRESETS") else {}
+    preset = (
+        {"default": experiment.PRESETS.get(asked(flags), experiment.PRESETS["small"])}
+        if hasattr(experiment, "PRESETS")
+        else {}
+    )
     config = tyro.cli(experiment.Config, prog=prog, args=flags, **preset)
     if refused := list(refusals(config)):
         print("\n".join(f"{prog}: error: {why}" for why in refused), file=sys.stderr)
