@@ -85,6 +85,14 @@ COMMANDS = {
         "experiments.studies.defaults",
         "How FOP over momentum does on real handwritten digits, by order, credit, guard and family.",
     ),
+    "penalties": Command(
+        "experiments.studies.penalties.command",
+        "An L2 penalty for each weight of a logistic regression on MNIST, against the best single penalty.",
+    ),
+    "schedules": Command(
+        "experiments.studies.schedules.command",
+        "Learning rates for each step, layer and kind on MNIST, learned, against random one-cycle schedules.",
+    ),
     "bench-online": Command(
         "experiments.benchmarks.online",
         "Times one online step over one plain step, on an MLP and on a 9-layer conv net, in one process.",
