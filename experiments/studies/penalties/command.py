@@ -30,7 +30,7 @@ class Config:
     differentiated on say at which step of learning to stop. The test digits are looked at once, in the end.
 
     smoke: seconds, on generated images. small: 10 splits. paper: 10,000 digits to train on, as in Maclaurin's
-    other experiments on MNIST (about ten times the time).
+    other experiments on MNIST (hours).
     """
 
     preset: Preset = "small"

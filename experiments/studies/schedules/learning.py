@@ -16,9 +16,7 @@ from metafop.tensorboard import Logger
 from metafop.types import Carry, Meta
 from metafop.unrolled import Unrolled
 
-PER_STEP = (
-    4  # gradients of a step that is differentiated: ahead 1; back the same again, and 2 for its derivative
-)
+PER_STEP = 4  # gradients: one ahead; going back, the same again, and two for its derivative
 
 
 @dataclass(frozen=True)
@@ -80,4 +78,5 @@ def learn(
 
 def numbers(meta: Meta) -> int:
     """Return how many numbers are learned."""
-    return sum(x.numel() for x in tree.leaves((meta.hyper, meta.loss)))
+    scheduled = [getattr(meta.hyper, name) for name in network.SCHEDULED]
+    return sum(x.numel() for x in tree.leaves((scheduled, meta.loss)))
