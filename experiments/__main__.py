@@ -92,6 +92,7 @@ COMMANDS = {
     "maml": Command(
         "experiments.studies.maml.command",
         "MAML on sinusoids: a start that adapts in a few steps, and the same loop by higher.",
+    ),
     "penalties": Command(
         "experiments.studies.penalties.command",
         "An L2 penalty for each weight of a logistic regression on MNIST, against the best single penalty.",
