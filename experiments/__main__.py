@@ -93,6 +93,22 @@ COMMANDS = {
         "experiments.studies.attribution.command",
         "What each training digit did to the loss of unseen ones: by derivatives, and by training again.",
     ),
+    "distillation": Command(
+        "experiments.studies.distillation.command",
+        "Ten images, learned through 30 steps of training on them, that teach a network MNIST.",
+    ),
+    "maml": Command(
+        "experiments.studies.maml.command",
+        "MAML on sinusoids: a start that adapts in a few steps, and the same loop by higher.",
+    ),
+    "penalties": Command(
+        "experiments.studies.penalties.command",
+        "An L2 penalty for each weight of a logistic regression on MNIST, against the best single penalty.",
+    ),
+    "schedules": Command(
+        "experiments.studies.schedules.command",
+        "Learning rates for each step, layer and kind on MNIST, learned, against random one-cycle schedules.",
+    ),
     "bench-online": Command(
         "experiments.benchmarks.online",
         "Times one online step over one plain step, on an MLP and on a 9-layer conv net, in one process.",
@@ -179,7 +195,11 @@ def configured(name: str, experiment: Any, flags: Sequence[str]) -> Any:
 
     prog = f"python -m experiments {name}"
     # The defaults that are shown, and overruled, are those of the preset asked for.
-    preset = {"default": experiment.PRESETS[asked(flags)]} if hasattr(experiment, "PRESETS") else {}
+    preset = (
+        {"default": experiment.PRESETS.get(asked(flags), experiment.PRESETS["small"])}
+        if hasattr(experiment, "PRESETS")
+        else {}
+    )
     config = tyro.cli(experiment.Config, prog=prog, args=flags, **preset)
     if refused := list(refusals(config)):
         print("\n".join(f"{prog}: error: {why}" for why in refused), file=sys.stderr)

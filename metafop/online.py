@@ -14,7 +14,7 @@ from metafop.hypergradients import closed_form
 from metafop.hypergradients.checks.leaves import look_at_leaves
 from metafop.learned import Learned
 from metafop.log import logger
-from metafop.online_carry import OnlineCarry, moving, staying, zero_gradient_unless
+from metafop.online_carry import OnlineCarry, moving, nothing_seen, staying, zero_gradient_unless
 from metafop.optimizers import completed
 from metafop.protocols import CompleteOptimizer, Domain, Domains, Optimizer, Trains
 from metafop.safeguards import Bound, Guard, scale_free
@@ -139,16 +139,10 @@ class Online:
         self.training.check(meta, carry)
         meta_opt = self.learned.init(meta)
         given = self._given(meta, carry, batch)
-        value = next(iter(carry.params.values()))
-        nothing = Seen(
-            value.new_zeros((), dtype=torch.promote_types(value.dtype, torch.float32)),
-            tree.zeros_like(carry.params),
-            carry.buffers,
-        )
+        nothing = nothing_seen(carry, self.validation is not None)
         memory = self.training.init_memory(carry) if self.credit == "velocity" else ()
         # A copy, because later no tensor of the two carries will be one: torch.compile would compile twice.
         last = tree.copy(carry)
-        nothing = nothing._replace(cotangent=nothing.grads if self.validation else ())
         taken = torch.zeros_like(nothing.value)
         return OnlineCarry(carry, meta, meta_opt, last, nothing, memory, taken, given)
 
@@ -190,10 +184,10 @@ class Online:
         an `Online` below tells, as "below.moved".
         """
         self.learned.check_outer_meta(meta)
-        given = Given(state.meta.loss, seen.batch) if state.given else ()
-        seen = seen._replace(batch=())
-        value, finite = seen.value, tree.all_finite(seen)
+        value, finite, given = seen.value, tree.all_finite(seen._replace(batch=())), ()
         seen = zero_gradient_unless(finite, seen, state.buffers)
+        if state.given:
+            given, seen = Given(state.meta.loss, seen.batch), seen._replace(batch=())
 
         # Learn: how should the last step have been taken?
         last, memory = self._last(state)

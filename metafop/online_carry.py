@@ -40,6 +40,22 @@ class OnlineCarry(NamedTuple):
         return self.carry.buffers
 
 
+def nothing_seen(carry: Any, validated: bool) -> Seen:
+    """Return what was seen before the first step, zeros in the form of what every step sees.
+
+    carry: that of the training below, a learner or not.
+    validated: whether a step sees the gradient of a validation loss of its own.
+    """
+    zeros = tree.zeros_like(carry.params)
+    param = next(iter(carry.params.values()))
+    value = param.new_zeros((), dtype=torch.promote_types(param.dtype, torch.float32))
+    if not isinstance(carry, OnlineCarry):
+        return Seen(value, zeros, carry.buffers, zeros if validated else ())
+    below = carry.last_seen
+    batch = carry.given.batch if carry.given else below.batch
+    return Seen(value, zeros, carry.buffers, tree.zeros_like(below.cotangent), batch)
+
+
 def zero_gradient_unless(finite: Tensor, seen: Seen, buffers: Buffers) -> Seen:
     """Return what was seen or, if it is not finite, no gradient and the old buffers, valued NaN.
 
@@ -50,6 +66,7 @@ def zero_gradient_unless(finite: Tensor, seen: Seen, buffers: Buffers) -> Seen:
         {k: torch.where(finite, g, 0.0) for k, g in seen.grads.items()},
         {k: torch.where(finite, b, buffers[k]) if tree.is_inexact(b) else b for k, b in seen.buffers.items()},
         tree.map(lambda g: torch.where(finite, g, 0.0), seen.cotangent),
+        seen.batch,
     )
 
 

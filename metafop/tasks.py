@@ -11,7 +11,7 @@ from torch.func import vmap
 from metafop import tree, validation
 from metafop.protocols import Domain, Domains
 from metafop.training import Training
-from metafop.types import Batch, Buffers, Carry, Info, Last, Meta, Params, Seen, Tree
+from metafop.types import Batch, Buffers, Carry, Given, Info, Last, Meta, Params, Seen, Tree
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,13 @@ class Tasks:
 
     def pullback(self, meta: Meta, last: Last, cotangent: Params) -> Meta:
         """Return the derivative of ⟨`cotangent`, params after the `last` step⟩ in `meta`, over all tasks."""
-        each = vmap(self.training.pullback, in_dims=(None, 0, 0))(
-            meta, last._replace(seen=last.seen._replace(value=last.seen.value.expand(self.count))), cotangent
-        )
+        given, seen = last.given, last.seen._replace(value=last.seen.value.expand(self.count))
+
+        def of_one(last: Last, batch: Batch, cotangent: Params) -> Meta:
+            own = Given(given.leaves, batch) if given else ()  # the same leaves for all tasks
+            return self.training.pullback(meta, last._replace(given=own), cotangent)
+
+        each = vmap(of_one)(last._replace(seen=seen, given=()), given.batch if given else (), cotangent)
         return tree.map(lambda x: x.sum(0), each)
 
     def init_memory(self, carry: Carry) -> Tree:

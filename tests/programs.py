@@ -68,8 +68,9 @@ class Param:
 class Program:
     """A training of `steps` steps, and how they are cut into windows; tensors are drawn from the `seed`.
 
-    `entries` is the length of a schedule of learning rates, 0 for none. `keep` is that of `Adjoint`, or how
-    many carries more than the least are in its memory.
+    `entries` is the length of a schedule of learning rates, 0 for none. `has_leaves` says whether the loss is
+    given weights of examples and a penalty. `keep` is that of `Adjoint`, or how many carries more than the
+    least are in its memory.
     """
 
     params: tuple[Param, ...]
@@ -77,6 +78,7 @@ class Program:
     hyper: dict[str, Any]
     entries: int
     has_buffers: bool
+    has_leaves: bool
     steps: int
     cut: int
     keep: str | int
@@ -92,24 +94,38 @@ class Program:
         buffers = {"mean": torch.zeros(())} if self.has_buffers else {}
         *batches, last = torch.randn(self.steps + 1, EXAMPLES, INPUTS + 2, generator=generator)
         optimizer, hyper = self._scheduled(generator)
-        training = Training(self.loss, optimizer, families)
-        meta, carry = training.init_meta(params, generator, **hyper._asdict()), training.init(params, buffers)
+        loss: Any = self.loss
+        leaves = None
+        if self.has_leaves:
+            loss = lambda params, buffers, batch, leaves: self.loss(params, buffers, batch, leaves)  # noqa: E731
+            leaves = {"weights": 0.5 + torch.rand(EXAMPLES, generator=generator), "l2": torch.tensor(0.02)}
+        training = Training(loss, optimizer, families)
+        meta = training.init_meta(params, generator, loss=leaves, **hyper._asdict())
+        carry = training.init(params, buffers)
 
         def outer_loss(carry: Any) -> Tensor:
             return self.loss(carry.params, carry.buffers, last)[0]
 
-        return Window(training, outer_loss, Meta(meta.hyper, moved(meta.precond, generator)), carry, batches)
+        meta = meta._replace(precond=moved(meta.precond, generator))
+        return Window(training, outer_loss, meta, carry, batches)
 
     def loss(
-        self, params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Tensor
+        self, params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Tensor, leaves: Any = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean of 2 log cosh of an error, and a running mean that no gradient depends on."""
+        """Return the mean of 2 log cosh of an error, and a running mean that no gradient depends on.
+
+        With leaves it is weighted, and penalized.
+        """
         s, target, inputs = batch[:, 0], batch[:, 1], batch[:, 2:]
         for param, p in zip(self.params, params.values(), strict=True):
             rows = p.flatten(1) if p.dim() > 1 else p.reshape(1, -1)
             s = MIXES[param.mix](s, rows, inputs[:, : rows.shape[1]])
         error = s - target
-        value = torch.logsumexp(torch.stack([error, -error]), 0).mean()
+        each = torch.logsumexp(torch.stack([error, -error]), 0)
+        value = each.mean()
+        if leaves is not None:
+            squares = sum(p.square().sum() for p in params.values())
+            value = (leaves["weights"] * each).mean() + leaves["l2"] * squares
         return value, {name: 0.9 * b + 0.1 * s.mean() for name, b in buffers.items()}
 
     def adjoint(self, carry: Carry, **settings: Any) -> Adjoint:
@@ -152,6 +168,7 @@ def programs(draw: Any, least: int = 1, most: int = 9) -> Program:
         hyper,
         entries=draw(st.sampled_from([0, 0, 1, 3, 9])),
         has_buffers=draw(st.booleans()),
+        has_leaves=draw(st.booleans()),
         steps=steps,
         cut=draw(st.integers(1, max(steps - 1, 1))),
         keep=draw(st.sampled_from(["all", "sqrt", "log", 0, 1, 3])),

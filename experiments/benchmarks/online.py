@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from experiments.benchmarks.timing import percent, ratio
+from experiments.measuring.timing import percent, ratio
 from experiments.reporting.summary import Summary, write_summary
 from experiments.reporting.tables import show_table
 from experiments.runner import experiment

@@ -158,8 +158,14 @@ def _cut(tensors: Iterable[Tensor], sizes: Iterable[int]) -> list[list[Tensor]]:
 
 
 def _resolved(x: Tensor | None) -> Tensor | None:
-    """Return the tensor as it is in memory: one that is negated or conjugated only by a mark is made so."""
-    return None if x is None else x.resolve_conj().resolve_neg()
+    """Return the tensor as it is in memory: one that is negated or conjugated only by a mark is made so.
+
+    The stride of a dimension with one entry says nothing, and vmap leaves any there: it is made the usual.
+    """
+    if x is None:
+        return None
+    x = x.resolve_conj().resolve_neg()
+    return x.view(-1).view(x.shape) if 1 in x.shape and x.is_contiguous() else x
 
 
 def _described(x: Tensor | None) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | None:

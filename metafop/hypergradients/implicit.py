@@ -126,7 +126,9 @@ class Implicit:
             mean = MeanGradient.of(training, meta, after, batches)
             if "repeat" not in self.skip:
                 seen, again = (training.evaluate(meta, after, mean.batches[0]) for _ in range(2))
-                check_repeated(steps, *(tree.leaves((each.value, each.grads)) for each in (seen, again)))
+                check_repeated(
+                    steps, [seen.value, *seen.grads.values()], [again.value, *again.grads.values()]
+                )
             found = self._solved(mean, after, outer.cotangent)
             if second.record and self.solver.symmetric:
                 raise ValueError(_STOPPED.format(self.solver))

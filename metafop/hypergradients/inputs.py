@@ -36,8 +36,7 @@ class Inputs:
     @property
     def names(self) -> list[str]:
         """The names of the leaves of the loss, such as "loss.l2"."""
-        metas = [self.meta, *tree.instances(self.carry, Meta)]
-        return [name for each in metas for name in tree.named(each.loss, "loss")]
+        return [name for each in _metas(self.meta, self.carry) for name in tree.named(each.loss, "loss")]
 
     def put(self, tensors: Sequence[Tensor]) -> tuple[Meta, Any]:
         """Return meta and the carry with these in the first places; the rest are as they were."""
@@ -50,9 +49,15 @@ class Inputs:
 def inputs_of(meta: Meta, carry: Any) -> Inputs:
     floats, rebuild = tree.partition((meta, carry))
     at_meta, at_carry = _numbered(rebuild, len(floats))
-    metas = [at_meta, *tree.instances(at_carry, Meta)]
-    places = [*at_carry.params.values(), *(place for each in metas for place in tree.leaves(each.loss))]
+    leaves = [place for each in _metas(at_meta, at_carry) for place in tree.leaves(each.loss)]
+    places = [*at_carry.params.values(), *leaves]
     return Inputs(meta, carry, places, [floats[place] for place in places])
+
+
+def _metas(meta: Meta, carry: Any) -> list[Meta]:
+    """Return meta, and that in the carry of each learner: not those that its last step started from."""
+    below = getattr(carry, "meta", None)
+    return [meta, *_metas(below, carry.carry)] if isinstance(below, Meta) else [meta]
 
 
 def _numbered(rebuild: Callable[[list], Any], count: int) -> Any:

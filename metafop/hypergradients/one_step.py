@@ -22,17 +22,22 @@ def by_autograd(training: Trains, meta: Meta, last: Last, cotangent: Params) -> 
     """Return the VJP of `training.advance` in `meta`: ∂⟨cotangent, params after the last step⟩.
 
     With the gradient at those parameters as `cotangent` this is ∂J/∂meta, the state before the `last` step
-    held fixed: what `closed_form` computes, for every optimizer and preconditioner. `last` must have no
-    credit for earlier gradients. (docs/math.md, 1)
+    held fixed: what `closed_form` computes, for every optimizer and preconditioner. If `last` has what its
+    loss was given, that is evaluated again, and leaves of the loss have their derivative by way of the
+    gradient. `last` must have no credit for earlier gradients. (docs/math.md, 1)
     """
     if last.credit:
         raise ValueError(
             "by_autograd differentiates the last step alone and got a credit for earlier ones. "
             'Use Online(credit="gradient") or hypergradient=closed_form.'
         )
+    given = last.given
 
     def params(meta: Meta) -> Params:
-        carry, _ = training.advance(meta, last.carry, last.seen)
+        seen = last.seen
+        if given:
+            seen = seen._replace(grads=training.evaluate(meta, last.carry, given.batch).grads)
+        carry, _ = training.advance(meta, last.carry, seen)
         return carry.params
 
-    return tree.pull(params, meta, cotangent)
+    return tree.pull(params, meta._replace(loss=given.leaves) if given else meta, cotangent)

@@ -15,7 +15,7 @@ from metafop.hypergradients.inputs import Inputs, inputs_of
 from metafop.hypergradients.locked_jvp import jvp
 from metafop.hypergradients.outer_loss import Cotangent
 from metafop.protocols import Trains
-from metafop.types import Batch, Meta, Seen
+from metafop.types import Batch, Given, Meta, Seen
 
 Over = Literal["reverse", "forward"]  # how the gradient is differentiated
 
@@ -141,7 +141,8 @@ def depends_on_value(training: Trains, meta: Meta, carry: Any) -> bool:
     def after(value: Tensor) -> Tensor:
         zeros = tree.zeros_like(carry.params)
         validated = any(last.cotangent for last in tree.instances(carry, Seen))
-        seen = Seen(value, zeros, carry.buffers, zeros if validated else ())
+        batches = [given.batch for given in tree.instances(carry, Given)]
+        seen = Seen(value, zeros, carry.buffers, zeros if validated else (), *batches[:1])
         floats, _ = tree.partition(training.advance(meta, carry, seen)[0])
         found.append(any(tree.is_tracked(leaf) for leaf in floats))
         return value

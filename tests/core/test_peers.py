@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 from problems import MODELS, assert_near, batch_loss, every
+from torch.nn.functional import cross_entropy
 
-from metafop import SGD, Adam, Momentum, tree
+from metafop import SGD, Adam, Momentum, Training, functional, tree
 from metafop.hypergradients import adjoint
 
 # Ours and its values besides lr, torch's optimizer, and how higher is told to differentiate in some of these.
@@ -135,3 +136,35 @@ def test_the_hypergradient_is_that_of_torchopt(optimizer, values, twin, learns, 
     theirs = by_torchopt(problem, twin, lr, learned)
     ours = by_us(problem, optimizer, lr, values)
     assert_near({k: ours[k] for k in theirs}, theirs, rtol=1e-10)
+
+
+def reweighted(model, batch, weights):
+    """Return the loss of examples by weight, with a penalty of the size of the first weight."""
+    inputs, labels = batch
+    each = cross_entropy(model(inputs), labels, reduction="none")
+    return (weights.sigmoid() * each).mean() + weights[0].square() * sum(
+        p.square().sum() for p in model.parameters()
+    )
+
+
+@every("make", MODELS)
+def test_leaves_of_the_loss_and_the_start_have_the_derivatives_of_higher(make, generator):
+    higher = pytest.importorskip("higher")
+    problem, leaves = make(generator), 0.5 * torch.randn(6, generator=generator)
+    *batches, outer = problem.batches
+    weights, heavy = leaves.clone().requires_grad_(), torch.optim.SGD(problem.model.parameters(), 0.1, 0.9)
+    with higher.innerloop_ctx(problem.model, heavy, copy_initial_weights=False) as (model, differentiable):
+        start = [p.requires_grad_() for p in model.parameters()]
+        for batch in batches:
+            differentiable.step(reweighted(model, batch, weights))
+        theirs = torch.autograd.grad(batch_loss(model, outer), [weights, *start])
+
+    loss, params, buffers = functional.from_module(problem.model, reweighted)
+    training = Training(loss, Momentum())
+    meta = training.init_meta(params, loss=leaves, lr=0.1, momentum=0.9)
+
+    def outer_loss(carry):
+        return problem.loss(carry.params, problem.buffers, outer)[0]
+
+    estimate = adjoint(training, outer_loss, meta, training.init(params, buffers), batches)
+    assert_near([estimate.grads.loss, *estimate.start.params.values()], list(theirs), rtol=1e-10)

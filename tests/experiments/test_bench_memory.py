@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from experiments.benchmarks.memory import WINDOW, peak_of_tensors, peak_resident
+from experiments.measuring.memory import WINDOW, peak_of_tensors, peak_resident
 
 
 def test_the_peak_of_tensors_is_the_most_that_was_held_at_once():

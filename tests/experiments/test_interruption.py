@@ -57,7 +57,7 @@ interruption.run(main)
 """
 MEASURING = """
 import threading
-from experiments.benchmarks.isolation import isolated
+from experiments.measuring.isolation import isolated
 from experiments.runner import interruption
 
 def measure():

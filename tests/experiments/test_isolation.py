@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from experiments.benchmarks.isolation import isolated
+from experiments.measuring.isolation import isolated
 
 
 def test_the_result_is_that_of_another_process():

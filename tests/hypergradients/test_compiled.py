@@ -31,6 +31,15 @@ def test_what_is_returned_has_the_form_that_is_known(generator):
     assert product.dtype == torch.float32
 
 
+def test_the_stride_of_a_single_entry_does_not_make_another_form():
+    double = Compiled(lambda xs: ([2 * xs[0]],))
+    column = torch.arange(12.0).view(3, 4, 1)
+    for strides in ((4, 1, 1), (4, 1, 4)):  # both are contiguous
+        ((doubled,),) = double([column.as_strided(column.shape, strides)])
+        torch.testing.assert_close(doubled, 2 * column)
+    assert len(double.built) == 1
+
+
 def test_what_is_closed_over_leaves_no_graph_behind():
     teacher = torch.ones(3, requires_grad=True)
     ((returned,),) = Compiled(lambda xs: ([xs[0] * teacher],))([torch.ones(3)])

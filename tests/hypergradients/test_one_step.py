@@ -5,7 +5,21 @@ import torch
 from problems import FAMILIES, HARD_MODELS, OPTIMIZERS, assert_near, convnet, every, mlp, moved, taken
 from torch.func import grad, vjp
 
-from metafop import SGD, Adam, Dense, Last, LowRank, Meta, Momentum, tree
+from metafop import (
+    SGD,
+    Adam,
+    Dense,
+    Given,
+    Last,
+    LowRank,
+    Meta,
+    Momentum,
+    Online,
+    Tasks,
+    Training,
+    functional,
+    tree,
+)
 from metafop.hypergradients import by_autograd, closed_form
 
 # One optimizer of each kind, with a family of each kind.
@@ -203,3 +217,53 @@ def test_with_credit_it_is_the_derivative_through_all_that_moved(setting, family
         rtol=1e-12,
         size=terms(training, meta, last, cotangent),
     )
+
+
+def weighted(params, batch, leaves):
+    errors = (params["w"] - batch).square() + params["w"].sin()
+    return leaves["weights"].exp() @ errors * (1 + leaves["l2"] * params["w"].square().sum())
+
+
+@pytest.mark.parametrize("count", [None, 2, 4])
+def test_with_what_the_loss_was_given_its_leaves_have_a_derivative_too(count, generator):
+    training, params = Training(functional.plain(weighted), Momentum(), {"w": Dense()}), {"w": torch.ones(4)}
+    trains = training if count is None else Tasks(training, count)
+    leaves = {"weights": torch.randn(4, generator=generator), "l2": 0.1}
+    meta, shape = training.init_meta(params, lr=0.01, loss=leaves), (4,) if count is None else (count, 4)
+    batches = [torch.randn(shape, generator=generator) for _ in range(2)]
+    carry, _ = trains.step(meta, trains.init(params), batches[0])
+    last = Last(carry, trains.evaluate(meta, carry, batches[1]), (), Given(meta.loss, batches[1]))
+    cotangent = {"w": torch.randn(shape, generator=generator)}
+    pulled = by_autograd(trains, meta, last, cotangent)
+    assert_near(closed_form(trains, meta, last, cotangent), pulled, rtol=1e-12)
+    for name, leaf in tree.named(meta.loss, "loss").items():
+        way = torch.randn(leaf.shape, generator=generator)
+
+        def at(step, name=name, leaf=leaf, way=way):
+            other = tree.replace(meta, {name: leaf + step * way})
+            return trains.step(other, carry, batches[1])[0].params["w"].flatten() @ cotangent["w"].flatten()
+
+        assert_near(tree.dot(tree.named(pulled)[name], way), (at(1e-5) - at(-1e-5)) / 2e-5, rtol=1e-8)
+
+
+@pytest.mark.parametrize("hypergradient", [closed_form, by_autograd])
+def test_online_learns_leaves_of_the_loss_by_either(hypergradient):
+    training, params = Training(functional.plain(weighted), SGD()), {"w": torch.ones(4)}
+    meta = training.init_meta(params, lr=0.01, loss={"weights": torch.zeros(4), "l2": 0.1})
+    online = Online(
+        training, SGD(), learn=("loss",), credit="gradient", hypergradient=hypergradient, guards=()
+    )
+    outer_meta, state = (
+        online.init_meta(meta, lr=0.1),
+        online.init(meta, training.init(params), torch.ones(4)),
+    )
+    state, _ = online.step(outer_meta, state, 2 * torch.ones(4))
+    before = training.evaluate(meta, training.init(params), 2 * torch.ones(4))
+    after = training.evaluate(meta, state.carry, torch.ones(4))
+    last = Last(training.init(params), before, (), Given(meta.loss, 2 * torch.ones(4)))
+    expected = tree.map(
+        lambda x, d: x - 0.1 * d, meta.loss, closed_form(training, meta, last, after.grads).loss
+    )
+    state, _ = online.step(outer_meta, state, torch.ones(4))
+    assert_near(state.meta.loss, expected, rtol=1e-12)
+    assert not torch.equal(state.meta.loss["weights"], meta.loss["weights"])

@@ -3,6 +3,7 @@
 import io
 from typing import Any
 
+import by_hand
 import pytest
 import torch
 from hypothesis import assume, given
@@ -12,7 +13,7 @@ from programs import Param, Program, Window, over, programs
 from torch import Tensor
 from torch.func import vmap
 
-from metafop import SGD, Adam, Carry, Estimate, Meta, Momentum, Online, tree
+from metafop import SGD, Adam, Estimate, Meta, Momentum, Online, tree
 from metafop.hypergradients import (
     Forward,
     Truncated,
@@ -37,63 +38,26 @@ def assert_agree(actual: Estimate, expected: Estimate) -> None:
     assert_near(actual.carry, expected.carry, rtol=1e-10)
 
 
-def matrix_times(family: Any, m: Any, grad: Tensor) -> Tensor:
-    """Return P g from all numbers of the matrix P."""
-    p = family.matrix(m)
-    return (grad.reshape(-1, p.shape[-1]) @ p).reshape(grad.shape)
-
-
-def hand_step(
-    optimizer: Any, hyper: dict[str, Tensor], t: int, p: Tensor, state: tuple[Tensor, Tensor], d: Tensor
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return a parameter and its two states after step t, from 0, as the papers have it."""
-    lr, weight_decay, (first, second) = hyper["lr"], hyper["weight_decay"], state
-    if isinstance(optimizer, Adam):
-        beta1, beta2 = hyper["betas"]
-        first, second = beta1 * first + (1 - beta1) * d, beta2 * second + (1 - beta2) * d * d
-        root = (second / (1 - beta2 ** (t + 1))).sqrt() + hyper["eps"]
-        return p - lr * (weight_decay * p + first / (1 - beta1 ** (t + 1)) / root), (first, second)
-    d = d + weight_decay * p
-    if isinstance(optimizer, SGD):
-        return p - lr * d, state
-    first = hyper["momentum"] * first + d
-    return p - lr * (d + hyper["momentum"] * first if optimizer.nesterov else first), (first, second)
-
-
-def by_hand(program: Program, window: Window) -> tuple[Tensor, Meta, dict[str, Tensor]]:
-    """Return value, derivative and last parameters of a loop over torch.autograd.grad(create_graph=True)."""
+def written_out(program: Program, window: Window) -> by_hand.Derivatives:
     training, outer_loss, meta, carry, batches = window
-    meta = tree.map(lambda x: x.detach().clone().requires_grad_(), meta)
-    params = {k: p.clone().requires_grad_() for k, p in carry.params.items()}
-    states = {k: (torch.zeros_like(p), torch.zeros_like(p)) for k, p in params.items()}
 
-    def hyper(k: str, t: int) -> dict[str, Tensor]:
-        own = meta.hyper._asdict()
-        own |= {"lr": own["lr"][k] if isinstance(own["lr"], dict) else own["lr"]}
-        return tree.map(lambda x: x[min(t, len(x) - 1)] if x.dim() else x, own)
+    def loss(params: Any, batch: Tensor, leaves: Any, t: int) -> Tensor:
+        return program.loss(params, carry.buffers, batch, leaves if program.has_leaves else None)[0]
 
-    for t, batch in enumerate(batches):
-        value, _ = program.loss(params, carry.buffers, batch)
-        grads = torch.autograd.grad(value, list(params.values()), create_graph=True)
-        for (k, p), g in zip(list(params.items()), grads, strict=True):
-            d = matrix_times(training.preconditioners[k], meta.precond[k], g)
-            params[k], states[k] = hand_step(program.optimizer, hyper(k, t), t, p, states[k], d)
-    value = outer_loss(Carry(params, (), carry.buffers))
-    leaves, structure = tree.flatten(meta)
-    grads = torch.autograd.grad(value, leaves, materialize_grads=True)
-    return value.detach(), tree.unflatten(grads, structure), tree.map(torch.detach, params)
+    return by_hand.differentiated(training, loss, lambda carry, meta: outer_loss(carry), meta, carry, batches)
 
 
 @over(150)
 @given(programs())
 def test_the_whole_graph_and_the_adjoint_are_a_loop_by_hand(program):
     window = program.window()
-    value, grads, params = by_hand(program, window)
+    expected = written_out(program, window)
     for estimator in (autograd, program.adjoint(window.carry)):
         estimate = estimator(*window)
-        assert_near(estimate.value, value, rtol=1e-12)
-        assert_near(estimate.grads, grads, rtol=1e-9, size=largest(grads))
-        assert_near(estimate.carry.params, params, rtol=1e-10)
+        assert_near(estimate.value, expected.value, rtol=1e-12)
+        assert_near(estimate.grads, expected.grads, rtol=1e-9, size=largest(expected.grads))
+        assert_near(estimate.start, expected.start, rtol=1e-9, size=largest(expected.start))
+        assert_near(estimate.carry.params, expected.params, rtol=1e-10)
         assert estimate.info["notes"] == ()
 
 
@@ -164,14 +128,14 @@ def test_truncated_is_the_mean_of_its_windows(program):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, for what it cannot batch
 @over(40)
 @given(programs(most=4), st.integers(0, 9), st.sampled_from(["autograd", "adjoint", "forward"]))
-def test_vmap_over_a_hyperparameter_is_a_loop_over_it(program, which, name):
+def test_vmap_over_a_hyperparameter_or_a_leaf_of_the_loss_is_a_loop_over_it(program, which, name):
     training, outer_loss, meta, carry, batches = program.window()
     estimator: Any = {
         "autograd": autograd,
         "adjoint": program.adjoint(carry),
         "forward": Forward(learn=("hyper",)),
     }[name]
-    names = [k for k in tree.named(meta) if k.startswith("hyper")]
+    names = [k for k in tree.named(meta) if not k.startswith("precond")]
     swept = names[which % len(names)]
     values = [factor * tree.named(meta)[swept] for factor in (1.0, 0.5, 0.9)]
 
@@ -217,7 +181,7 @@ def test_online_by_closed_form_steps_as_by_autograd(program, meta_optimizer, met
         Online(training, meta_optimizer, tuple(inside), credit="gradient", hypergradient=hypergradient)
         for hypergradient in (closed_form, by_autograd)
     )
-    outer_meta, state = closed.init_meta(meta, lr=meta_lr), closed.init(meta, carry)
+    outer_meta, state = closed.init_meta(meta, lr=meta_lr), closed.init(meta, carry, batches[0])
     for batch in batches:
         expected, _ = whole.step(outer_meta, state, batch)
         state, _ = closed.step(outer_meta, state, batch)
@@ -240,6 +204,7 @@ BUILT = Program(
     },
     entries=3,
     has_buffers=True,
+    has_leaves=True,
     steps=5,
     cut=2,
     keep="log",

@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 import torch
 
-from experiments.benchmarks.isolation import isolated
 from experiments.benchmarks.overhead import report
 from experiments.benchmarks.overhead.config import Config, nets
 from experiments.benchmarks.overhead.measure import CLOCKS, WARMUP, Memory, Net, measure, memory_of, overheads
 from experiments.benchmarks.overhead.report import Result
+from experiments.measuring.isolation import isolated
 from experiments.reporting.summary import write_summary
 from experiments.runner import experiment
 from experiments.runner.progress import progress

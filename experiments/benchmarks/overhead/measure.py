@@ -18,7 +18,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from experiments.benchmarks.memory import peak_of_tensors
+from experiments.measuring.memory import peak_of_tensors
 from metafop import LowRank, tree
 from metafop.optim import FOP
 

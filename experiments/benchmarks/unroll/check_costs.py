@@ -5,9 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from experiments.benchmarks.memory import peak_of_tensors
-from experiments.benchmarks.timing import percent
 from experiments.benchmarks.unroll.methods import Case, estimates
+from experiments.measuring.memory import peak_of_tensors
+from experiments.measuring.timing import percent
 from experiments.reporting.summary import Summary
 from experiments.reporting.tables import show_table
 from metafop import Momentum

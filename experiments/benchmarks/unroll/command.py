@@ -3,18 +3,18 @@
 import time
 from functools import partial
 
-from experiments.benchmarks.timing import take_turns
 from experiments.benchmarks.unroll import check_costs, headline, leaf_costs, long_horizons, report
 from experiments.benchmarks.unroll.config import Config, cases, small
 from experiments.benchmarks.unroll.measure import (
     Result,
     alone,
-    cold_start,
     longer,
     measure,
     reversible_memory,
 )
 from experiments.benchmarks.unroll.methods import METHODS, PEERS, Case
+from experiments.measuring.cold_start import cold_start
+from experiments.measuring.timing import take_turns
 from experiments.reporting.summary import Summary, write_summary
 from experiments.runner import experiment
 from experiments.runner.extras import require

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from experiments.benchmarks.memory import peak_of_tensors
-from experiments.benchmarks.timing import ratio
 from experiments.benchmarks.unroll.methods import Batch, Case, Unroll, batch_loss, estimates
+from experiments.measuring.memory import peak_of_tensors
+from experiments.measuring.timing import ratio
 from experiments.reporting.summary import Summary
 from experiments.reporting.tables import show_table
 from metafop import Estimate, Momentum

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from experiments.benchmarks.memory import peak_of_tensors
-from experiments.benchmarks.timing import ratio, take_turns
 from experiments.benchmarks.unroll.config import Config, small
 from experiments.benchmarks.unroll.measure import WARMUP, alone
 from experiments.benchmarks.unroll.methods import Batch, Unroll, estimates
+from experiments.measuring.memory import peak_of_tensors
+from experiments.measuring.timing import ratio, take_turns
 from experiments.reporting.summary import Summary
 from experiments.reporting.tables import show_table
 from metafop import Estimate, Momentum, ReversibleMomentum

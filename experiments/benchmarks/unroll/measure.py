@@ -1,21 +1,17 @@
 """Time and peak memory of each method on each network; memory in a process of its own."""
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 
-from experiments.benchmarks.isolation import isolated
-from experiments.benchmarks.memory import peak_of_tensors, peak_resident
-from experiments.benchmarks.timing import ratio, take_turns
 from experiments.benchmarks.unroll.config import Config, cases
 from experiments.benchmarks.unroll.methods import CLASSES, COMPILED, PEERS, Case, Grads, estimates, methods
+from experiments.measuring.isolation import isolated
+from experiments.measuring.memory import peak_of_tensors, peak_resident
+from experiments.measuring.timing import ratio, take_turns
 from experiments.reporting.summary import Summary
 from experiments.vision import models
 from metafop import Estimate, ReversibleMomentum
@@ -98,16 +94,6 @@ def reversible_memory(config: Config) -> Summary:
         f"reversible_memory_t{10 * steps}_over_t{steps}": round(peaks[2] / peaks[1], 4),
         "reversible_bits_per_parameter_step": round(bits, 4),
     }
-
-
-@contextmanager
-def cold_start() -> Iterator[None]:
-    """Give torch's compiler an empty cache, and silence its profiler."""
-    with (
-        TemporaryDirectory() as folder,
-        patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder, KINETO_LOG_LEVEL="99"),
-    ):
-        yield
 
 
 def alone(config: Config, function: Callable[..., Any], *args: Any) -> Any:

@@ -6,10 +6,10 @@ from statistics import median
 import torch
 from matplotlib.figure import Figure
 
-from experiments.benchmarks.timing import ratio
 from experiments.benchmarks.unroll.config import Config
 from experiments.benchmarks.unroll.measure import Result
 from experiments.benchmarks.unroll.methods import PEERS, Grads
+from experiments.measuring.timing import ratio
 from experiments.reporting.summary import Summary
 from experiments.reporting.tables import show_table
 from metafop.tensorboard import Logger

@@ -1,0 +1,1 @@
+"""Time and memory of what experiments compare."""

@@ -1,0 +1,1 @@
+"""Ten images that teach a network to read digits."""
