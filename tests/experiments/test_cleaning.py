@@ -8,7 +8,7 @@ from torch.nn.functional import one_hot
 
 from experiments.data import Dataset, Images
 from experiments.studies.cleaning import agreement, runs
-from experiments.studies.cleaning.config import Config, MetaRates
+from experiments.studies.cleaning.config import Config, MetaRates, Net
 from experiments.studies.cleaning.methods import methods
 from experiments.studies.cleaning.problem import CLASSES, accuracy, digits, f1, logits, problem
 
@@ -69,8 +69,8 @@ def test_too_many_examples_are_refused(generator):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_finds_wrong_labels_within_its_budget(name, begun):
-    rates = MetaRates(0.1, 0.5, 1.0, 0.5)
-    method = methods(Config(horizon=20), rates, begun)[name]
+    net = Net(unrolled_lr=1.0, meta_rates=MetaRates(0.1, 0.5, 1.0, 0.5))
+    method = methods(Config(horizon=20), net, begun)[name]
     run = runs.learned(method, begun, 500)
     assert 400 < run.spent <= 500
     assert run.f1 > 0.95
@@ -80,7 +80,7 @@ def test_every_method_finds_wrong_labels_within_its_budget(name, begun):
 def test_a_gradient_is_the_unit_and_a_step_online_takes_more_of_them(begun):
     pixels, examples = 20, 200
     assert runs.gradient_flops(begun) == 2 * 2 * pixels * CLASSES * examples
-    run = runs.learned(methods(Config(), MetaRates(), begun)["online"], begun, 100)
+    run = runs.learned(methods(Config(), Net(), begun)["online"], begun, 100)
     assert 3 < run.spent / run.steps < 5  # training, validation, and a second derivative
 
 

@@ -34,7 +34,7 @@ def main(config: Config) -> None:
                     of_seed(config, net, begun, lambda what, name=name: doing(f"{name}: {what}"))
                 )
             doing("implicit against adjoint")
-            begun = problem(drawn, config.linear.hidden, config.linear.lr, generator)
+            begun = problem(drawn, config.linear.hidden, config.agreed_lr, generator)
             agreed.append(agreement.measured(begun, config.agreed))
     figures = report.report(config, found) | report.agreement(config, agreed)
     figure.draw(config, found).savefig(config.out / "cleaning.png", dpi=150)
@@ -47,7 +47,7 @@ def main(config: Config) -> None:
 def of_seed(config: Config, net: Net, begun: Problem, doing: Callable[[str], None]) -> OfSeed:
     """Learn weights by every method from one start, and train networks anew from it."""
     learned = {}
-    for name, method in methods(config, net.meta_rates, begun).items():
+    for name, method in methods(config, net, begun).items():
         doing(name)
         learned[name] = runs.learned(method, begun, net.gradients)
     doing("trained anew")

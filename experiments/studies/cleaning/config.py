@@ -13,9 +13,9 @@ class MetaRates:
     """Learning rates of Adam, which moves the logits of the weights, one for each method."""
 
     online: float = 0.1
-    truncated: float = 0.2
+    truncated: float = 0.3
     unrolled: float = 1.0
-    implicit: float = 0.1
+    implicit: float = 0.3
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,10 @@ class Net:
     """A network, and how it is trained."""
 
     hidden: MayBeEmpty[tuple[int, ...]] = ()  # units of its hidden layers
-    lr: float = 0.5  # of every run in which weights are learned; they start at a half
-    gradients: int = 2000  # that a method may spend; one is that of all training digits
-    steps: int = 400  # of a network that is trained anew
+    lr: float = 0.5  # of the runs in which weights are learned; they start at a half
+    unrolled_lr: float = 0.5  # of those of "unrolled", through which derivatives must not explode
+    gradients: int = 1500  # that a method may spend; one is that of all training digits
+    steps: int = 300  # of a network that is trained anew
     meta_rates: MetaRates = MetaRates()
 
 
@@ -41,11 +42,19 @@ class Config:
     data: Path | None = None  # folder that holds mnist/; if None, METAFOP_DATA, else fetched
     examples: int = 5000  # digits to train on, and as many clean ones to validate by
     linear: Net = Net()
-    mlp: Net = Net(hidden=(300,), lr=1.2, gradients=800, steps=200)
+    mlp: Net = Net(
+        hidden=(300,),
+        lr=1.2,
+        unrolled_lr=0.6,
+        gradients=650,
+        steps=150,
+        meta_rates=MetaRates(implicit=0.2),
+    )
     window: int = 5  # steps between two of the weights, for "truncated" and "implicit"
     horizon: int = 50  # steps from the start, for "unrolled"
     damping: float = 0.03  # of the Hessian, for "implicit"
-    agreed: int = 500  # steps through which "implicit" is compared with the adjoint
+    agreed: int = 500  # steps of the linear classifier, for which "implicit" is compared with the adjoint
+    agreed_lr: float = 1.0  # of these, so that they end at a minimum
     seeds: int = 3  # digits, wrong labels and networks
     seed: FromZero[int] = 0  # the first
     threads: int = 2  # that torch may use

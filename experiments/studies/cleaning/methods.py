@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from experiments.studies.cleaning.config import Config, MetaRates
-from experiments.studies.cleaning.problem import Problem, clean
+from experiments.studies.cleaning.config import Config, Net
+from experiments.studies.cleaning.problem import Problem, at_rate, clean
 from metafop import Adam, Online, Unrolled, functional
 from metafop.hypergradients import ConjugateGradients, Implicit, adjoint
 from metafop.protocols import Estimator
@@ -23,12 +23,13 @@ class Learned(NamedTuple):
     weights: Tensor
 
 
-def methods(config: Config, rates: MetaRates, problem: Problem) -> dict[str, Iterator[Learned]]:
+def methods(config: Config, net: Net, problem: Problem) -> dict[str, Iterator[Learned]]:
+    rates, slower = net.meta_rates, at_rate(problem, net.unrolled_lr)
     few = Implicit(ConjugateGradients(ITERATIONS, tolerance=1e-2), damping=config.damping)
     return {
         "online": online(problem, rates.online),
         "truncated": unrolled(problem, rates.truncated, adjoint, config.window, goes_on=True),
-        "unrolled": unrolled(problem, rates.unrolled, adjoint, config.horizon, goes_on=False),
+        "unrolled": unrolled(slower, rates.unrolled, adjoint, config.horizon, goes_on=False),
         "implicit": unrolled(problem, rates.implicit, few, config.window, goes_on=True),
     }
 

@@ -69,6 +69,12 @@ def problem(found: Digits, hidden: tuple[int, ...], lr: float, generator: Genera
     return Problem(found, training, meta, training.init(params))
 
 
+def at_rate(problem: Problem, lr: float) -> Problem:
+    """Return the same problem with another learning rate."""
+    hyper = problem.meta.hyper._replace(lr=torch.tensor(lr))
+    return problem._replace(meta=problem.meta._replace(hyper=hyper))
+
+
 def start(widths: tuple[int, ...], generator: Generator) -> Params:
     """Return normal weights of variance 1 / inputs, and biases of zero."""
     params = {}

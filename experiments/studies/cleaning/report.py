@@ -81,6 +81,10 @@ def trained_anew(config: Config, name: str, net: Net, seeds: Sequence[OfSeed]) -
         figures[f"{name}_{key}_anew_worst"] = accuracy.min().item()
         figures |= {f"{name}_{key}_anew_stopped": stopped.mean().item()} if own else {}
         rows.append([label, spread(accuracy), spread(stopped) if own else ""])
+    gains = torch.tensor(
+        [seed.anew["learned_and_validation"].accuracy - seed.anew["validation"].accuracy for seed in seeds]
+    )
+    figures |= {f"{name}_gain": gains.mean().item(), f"{name}_gain_ahead": int((gains > 0).sum())}
     title = f"{LABELS[name]}, trained anew for {net.steps} steps: test accuracy by what it is trained on"
     show_table(config.out, title, ["", "in the end", "where validation is best"], rows)
     return figures
