@@ -1,5 +1,6 @@
 """What a training digit did to the loss of an unseen one: predicted by derivatives, checked by retraining."""
 
+import time
 from dataclasses import asdict
 
 from experiments import data
@@ -15,6 +16,7 @@ __all__ = ["PRESETS", "Config", "main"]
 
 
 def main(config: Config) -> None:
+    began = time.perf_counter()
     experiment.begin(config)
     dataset, found, rates = data.load(config.source, config.data), [], []
     lrs = sorted({config.lr, *config.other_lrs})
@@ -25,6 +27,7 @@ def main(config: Config) -> None:
             doing(f"learning rate {lr:g}")
             rates.append(of_rate(config, dataset, lr))
     figures = report.by_method(config, found) | report.adjoint(config, found) | report.by_rate(config, rates)
+    figures["minutes"] = (time.perf_counter() - began) / 60
     figure.draw(config, found).savefig(config.out / "attribution.png", dpi=150)
     with Logger(config.out) as logger:
         report.log(config, found, logger)

@@ -1,5 +1,6 @@
 """Half the labels are wrong: a weight for each example, learned from clean ones, online and unrolled."""
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -20,6 +21,7 @@ __all__ = ["PRESETS", "Config", "main"]
 
 
 def main(config: Config) -> None:
+    began = time.perf_counter()
     experiment.begin(config)
     dataset = data.load(config.source, config.data)
     nets, agreed = {"linear": config.linear, "mlp": config.mlp}, []
@@ -37,6 +39,7 @@ def main(config: Config) -> None:
             begun = problem(drawn, config.linear.hidden, config.agreed_lr, generator)
             agreed.append(agreement.measured(begun, config.agreed))
     figures = report.report(config, found) | report.agreement(config, agreed)
+    figures["minutes"] = (time.perf_counter() - began) / 60
     figure.draw(config, found).savefig(config.out / "cleaning.png", dpi=150)
     with Logger(config.out) as logger:
         report.log(found, logger)

@@ -12,11 +12,12 @@ from experiments.studies.cleaning.report import LABELS, Found, over_seeds
 from experiments.studies.cleaning.runs import MARKS, OfSeed
 
 COLOURS = {"online": "#D55E00", "truncated": "#0072B2", "unrolled": "#009E73", "implicit": "#CC79A7"}
-BASELINES = {
-    "all": (":", "all digits"),
-    "right": ("--", "right labels"),
-    "validation": ("-", "validation alone"),
+BASELINES = {  # by what a network is trained on anew: which accuracy, line and label
+    "all": ("stopped", ":", "all, stopped early"),
+    "right": ("accuracy", "--", "labelled right alone"),
+    "validation": ("accuracy", "-", "validation alone"),
 }
+BELOW = 6  # points below the first of these at which the picture begins
 
 
 def draw(config: Config, found: Found) -> Figure:
@@ -25,10 +26,13 @@ def draw(config: Config, found: Found) -> Figure:
     for axes, (name, seeds) in zip(top, found.items(), strict=True):
         net: Net = getattr(config, name)
         curves(axes, net, seeds, "accuracies")
-        for key, (line, label) in BASELINES.items():
-            mean = sum(seed.anew[key].accuracy for seed in seeds) / len(seeds)
-            axes.axhline(mean, color="black", linewidth=0.9, linestyle=line, label=label)
-        axes.set(title=LABELS[name], ylabel="test accuracy, %")
+        means = {
+            key: sum(getattr(seed.anew[key], field) for seed in seeds) / len(seeds)
+            for key, (field, *_) in BASELINES.items()
+        }
+        for key, (_, line, label) in BASELINES.items():
+            axes.axhline(means[key], color="black", linewidth=0.9, linestyle=line, label=label)
+        axes.set(title=LABELS[name], ylabel="test accuracy, %", ylim=(means["all"] - BELOW, None))
         axes.legend(fontsize="small", loc="lower right")
     curves(bottom[0], config.mlp, found["mlp"], "f1s")
     bottom[0].set(title="MLP", ylabel="F1 of finding wrong labels")
@@ -37,7 +41,7 @@ def draw(config: Config, found: Found) -> Figure:
 
 
 def curves(axes: Axes, net: Net, seeds: Sequence[OfSeed], field: str) -> None:
-    spent = net.gradients * (torch.arange(MARKS) + 1) / MARKS
+    spent = net.gradients * torch.arange(MARKS + 1) / MARKS
     for method, colour in COLOURS.items():
         band(axes, spent, over_seeds(seeds, method, field), method, colour)
     axes.set_xlabel("gradients spent")

@@ -129,10 +129,10 @@ def over_seeds(seeds: Sequence[OfSeed], method: str, field: str) -> Tensor:
 
 def log(found: Found, logger: Logger) -> None:
     """Write the curves of TensorBoard, by percent of the budget."""
-    for mark in range(MARKS):
+    for mark in range(MARKS + 1):
         info: dict[str, Any] = {}
         for name, seeds in found.items():
             for method in seeds[0].learned:
                 for field in ("accuracies", "f1s"):
                     info[f"{field}/{name}/{method}"] = over_seeds(seeds, method, field)[:, mark].mean()
-        logger.info(round(100 * (mark + 1) / MARKS), info)
+        logger.info(round(100 * mark / MARKS), info)

@@ -29,7 +29,7 @@ EVERY = 10  # steps, after which a network that is trained anew is validated
 class Run(NamedTuple):
     """A method's run: test accuracy and F1 at each mark of its budget, NaN before its first step; its end."""
 
-    accuracies: Tensor
+    accuracies: Tensor  # (MARKS + 1,), from nothing spent to all
     f1s: Tensor
     weights: Tensor
     validation: float
@@ -48,21 +48,26 @@ class Run(NamedTuple):
 
 def learned(method: Iterator[Learned], problem: Problem, gradients: int) -> Run:
     """Let a method take steps for as long as the next one fits into its budget."""
-    unit, digits = gradient_flops(problem), problem.digits
-    spent, seconds, steps, last = 0.0, 0.0, 0, None
-    accuracies, f1s = torch.full((2, MARKS), torch.nan)
+    unit, digits, last = gradient_flops(problem), problem.digits, Learned({}, torch.tensor([]))
+    spent, seconds, steps, mark = 0.0, 0.0, 0, -1
+    accuracies, f1s = torch.full((2, MARKS + 1), torch.nan, dtype=torch.float64)
     while steps == 0 or spent * (steps + 1) / steps <= gradients:
         began = time.process_time()
         with FlopCounterMode(display=False) as counter:
             last = next(method)
         seconds += time.process_time() - began
         spent, steps = spent + counter.get_total_flops() / unit, steps + 1
-        mark = min(int(MARKS * spent / gradients), MARKS - 1)
-        accuracies[mark:] = accuracy(last.params, digits.test)
-        f1s[mark:] = f1(last.weights, digits.wrong)
-    assert last is not None
+        if int(MARKS * spent / gradients) > mark:
+            mark = int(MARKS * spent / gradients)
+            accuracies[mark:], f1s[mark:] = measured(last, digits)
+    accuracies[-1], f1s[-1] = measured(last, digits)
     validation = accuracy(last.params, digits.validation)
     return Run(accuracies, f1s, last.weights, validation, steps, spent, seconds)
+
+
+def measured(learned: Learned, digits: Digits) -> tuple[float, float]:
+    """Return the test accuracy of the network and the F1 of the weights."""
+    return accuracy(learned.params, digits.test), f1(learned.weights, digits.wrong)
 
 
 def gradient_flops(problem: Problem) -> int:
