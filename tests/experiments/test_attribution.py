@@ -29,6 +29,7 @@ def test_smoke_writes_what_it_says(tmp_path):
     assert (
         summary["adjoint_0.05_worst_digit"] <= summary["adjoint_0.05_worst_seed"] <= summary["adjoint_0.05"]
     )
+    assert summary["adjoint_0.05_slope"] == pytest.approx(1, abs=0.2)
     assert summary["lr_0.005_metasmoothness"] <= 1
     assert (tmp_path / "attribution.png").stat().st_size > 10_000
     assert EventAccumulator(str(tmp_path)).Reload().Scalars("correlation/adjoint")[-1].step == 50

@@ -56,7 +56,8 @@ def correlations(axes: Axes, config: Config, found: Sequence[OfSeed]) -> None:
     axes.axhline(0.95, color="grey", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_xticks(shares, [f"{share:g}" for share in shares])
-    axes.set(xlabel="training digits dropped, %", ylabel="rank correlation", ylim=(None, 1.02))
+    axes.set(xlabel="training digits dropped, %", ylabel="rank correlation")
+    axes.set_ylim(min(0.0, axes.get_ylim()[0]), 1.02)
     axes.set_title(f"Mean of {config.unseen} unseen digits and {config.seeds} seeds")
     axes.legend(fontsize="small")
 

@@ -39,13 +39,22 @@ def adjoint(config: Config, found: Sequence[OfSeed]) -> Summary:
         "worst_digit": each.amin((0, 2)),
         "of_mean_loss": of_mean.mean(0),
         "of_mean_loss_worst_seed": of_mean.amin(0),
+        "slope": torch.stack([seed.slopes("adjoint") for seed in found]).mean(0),
     }
     rows, figures = [], Summary()
     for i, share in enumerate(config.dropped):
         figures |= {f"adjoint_{share:g}_{name}": x[i].item() for name, x in columns.items() if name != "mean"}
         rows.append([f"{share:.0%}", *(f"{x[i]:.3f}" for x in columns.values())])
-    title = "adjoint: rank correlations of single digits' losses, and of the mean loss of all"
-    header = ["dropped", "mean", "worst seed", "worst digit", "of the mean loss", "worst seed"]
+    title = "adjoint: rank correlations of single digits' losses and of the mean loss; true changes over predicted"
+    header = [
+        "dropped",
+        "mean",
+        "worst seed",
+        "worst digit",
+        "of the mean loss",
+        "worst seed",
+        "true / predicted",
+    ]
     show_table(config.out, title, header, rows)
     figures["accuracy"] = sum(seed.accuracy for seed in found) / len(found)
     for what in found[0].seconds:

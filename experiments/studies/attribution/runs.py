@@ -47,6 +47,11 @@ class OfSeed(NamedTuple):
         means = (changes.mean(-1, keepdim=True) for changes in (self.predicted[method], self.changes))
         return torch.cat([correlations(*each) for each in zip(*means, strict=True)])
 
+    def slopes(self, method: str) -> Tensor:
+        """Return by what factor predictions are best scaled, (shares,): Σ predicted · true / Σ predicted²."""
+        guesses = self.predicted[method]
+        return (guesses * self.changes).sum((1, 2)) / guesses.square().sum((1, 2))
+
 
 class OfRate(NamedTuple):
     """What a learning rate led to; the correlations are the adjoint's, of each unseen digit."""
