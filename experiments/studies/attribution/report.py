@@ -45,7 +45,7 @@ def adjoint(config: Config, found: Sequence[OfSeed]) -> Summary:
     for i, share in enumerate(config.dropped):
         figures |= {f"adjoint_{share:g}_{name}": x[i].item() for name, x in columns.items() if name != "mean"}
         rows.append([f"{share:.0%}", *(f"{x[i]:.3f}" for x in columns.values())])
-    title = "adjoint: rank correlations of single digits' losses and of the mean loss; true changes over predicted"
+    title = "adjoint: rank correlations of each digit's loss and of the mean loss, and sizes of changes"
     header = [
         "dropped",
         "mean",
