@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from metafop import tree, validation
+from metafop.norms import NormsWrittenOut
 from metafop.protocols import Domain, Domains
 from metafop.training import Training
 from metafop.types import Batch, Buffers, Carry, Given, Info, Last, Meta, Params, Seen, Tree
@@ -24,7 +25,8 @@ class Tasks:
     `vmap(loss_of_one)(carry.params, examples).mean()`.
 
     Any estimator differentiates it, and `Unrolled` learns meta from it, and with "start" in `learn` the
-    parameters from which every task starts (MAML, Finn et al., 2017).
+    parameters from which every task starts (MAML, Finn et al., 2017). Batch, layer and instance norm are
+    written out, for torch's derivative of their gradient through vmap is wrong.
 
     training: that of one task.
     count: how many tasks there are, 1 or more.
@@ -71,7 +73,8 @@ class Tasks:
         """Return the mean loss of a `batch` at the parameters of `carry`, and each task's gradients."""
         validation.evaluated(meta, carry)
         self._check_first_dimension(carry, batch)
-        seen = vmap(self.training.evaluate, in_dims=(None, 0, 0))(meta, carry, batch)
+        with NormsWrittenOut():
+            seen = vmap(self.training.evaluate, in_dims=(None, 0, 0))(meta, carry, batch)
         return seen._replace(value=seen.value.mean())
 
     def advance(self, meta: Meta, carry: Carry, seen: Seen) -> tuple[Carry, Info]:
