@@ -12,9 +12,11 @@ from torch.func import grad_and_value
 
 from metafop import loss_leaves, stopped_gradients, torch_errors, tree, validation
 from metafop.functional import with_leaves
+from metafop.norms import NormsWrittenOut
 from metafop.optimizers import Scheduled, completed, fitted
 from metafop.preconditioners import Identity, batched
 from metafop.protocols import CompleteOptimizer, Domain, Domains, Optimizer, Preconditioner
+from metafop.twice_differentiable import TwiceDifferentiable
 from metafop.types import Batch, Buffers, Carry, Info, Last, Loss, Meta, Params, Seen, Tree
 
 
@@ -158,7 +160,8 @@ class Training:
         def grads(leaves: Tree) -> Params:
             return self.evaluate(meta._replace(loss=leaves), last.carry, given.batch).grads
 
-        return tree.pull(grads, given.leaves, d_grads)
+        with TwiceDifferentiable(), NormsWrittenOut():  # for those who differentiate what is learned by this
+            return tree.pull(grads, given.leaves, d_grads)
 
     def precondition(self, precond: dict[str, Tree], grads: Params) -> Params:
         """Return P(m) g for each parameter, its m from `precond` and its g from `grads`."""

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 from leaves import FORMS, unrolled
-from problems import OPTIMIZERS, assert_near, assert_same_bits, convnet, every, mlp, slope
+from problems import OPTIMIZERS, assert_near, assert_same_bits, attention, convnet, every, mlp, slope
 from torch.nn.functional import softplus
 
 from metafop import SGD, Adam, Dense, LowRank, Online, Training, functional, safeguards, tree
-from metafop.hypergradients import Forward, adjoint, autograd
+from metafop.hypergradients import Adjoint, Forward, adjoint, autograd
 from metafop.optimizers import Positive, Unit
 
 
@@ -107,6 +107,29 @@ def test_a_learner_of_leaves_is_differentiated_like_any_training(estimator, vali
     estimate = estimator(*window)
     assert_near(estimate.grads.hyper.lr, slope(window), rtol=1e-6)
     assert [note for note in estimate.info["notes"] if "Zeros stand" not in note] == []
+
+
+@every("make", {"batch norm": convnet, "layer norm, attention": attention})
+@every("estimator", {"autograd": autograd, "adjoint": adjoint, "over forward": Adjoint(over="forward")})
+def test_what_a_learner_of_leaves_learns_is_differentiated_through_norms(estimator, make, generator):
+    """Where the last step started has an effect through what is learned from it: a third derivative."""
+    problem = unrolled(make, FORMS["inputs"], OPTIMIZERS["heavy ball"], generator)
+    online, outer_meta, state, (first, *batches) = learner(problem, ("loss",), validated=False, lr=1.0)
+    state, _ = online.step(outer_meta, state, first)
+    along = tree.map(lambda p: torch.randn(p.shape, generator=generator), state.last_carry.params)
+
+    def outer_loss(state):
+        return problem.outer_loss(state.carry)
+
+    def value(h):
+        params = tree.map(lambda p, v: p + h * v, state.last_carry.params, along)
+        moved = state._replace(last_carry=state.last_carry._replace(params=params))
+        return outer_loss(stepped(online, outer_meta, moved, batches))
+
+    estimate = estimator(online, outer_loss, outer_meta, state, batches)
+    products = tree.map(tree.dot, estimate.start.last_carry.params, along)
+    assert_near(sum(products.values()), (value(1e-5) - value(-1e-5)) / 2e-5, rtol=1e-6)
+    assert estimate.info["notes"] == ()
 
 
 def test_what_is_not_finite_teaches_nothing_about_leaves(generator):
