@@ -157,7 +157,7 @@ class Online:
                 "the form. Pass one: online.init(meta, carry, batch)."
             )
         own, _ = split(self._validation, batch)
-        validation.tensors("batch", own)
+        validation.batch("Online", own)
         with TwiceDifferentiable():
             notes = look_at_leaves(self.training, "reverse", (), None, meta, carry, [own])
         for note in notes:

@@ -43,10 +43,11 @@ class Tasks:
     count: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.training, Training):
+        validation.instance("Tasks", "a Training", self.training)
+        if not isinstance(self.training, Training) or type(self.training).advance is not Training.advance:
             raise TypeError(
-                f"Tasks takes a Training, whose step does not depend on the value of the loss, got "
-                f"{type(self.training).__name__}. Pass one."
+                f"Tasks takes a Training, whose advance does not read the loss of a task, got a "
+                f"{type(self.training).__name__}. Pass Training(loss, optimizer)."
             )
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
             raise ValueError(

@@ -51,7 +51,7 @@ class Training:
     _rule: CompleteOptimizer = field(init=False, repr=False, compare=False)  # the optimizer, completed
 
     def __post_init__(self) -> None:
-        validation.loss(self.loss)
+        validation.loss("Training", self.loss)
         object.__setattr__(self, "_loss", with_leaves(self.loss))
         object.__setattr__(self, "_rule", completed("Training", self.optimizer))
         validation.preconditioners(self.preconditioners)
@@ -99,9 +99,10 @@ class Training:
         """
         validation.evaluated(meta, carry)
         leaves = self._rule.leaves(meta.loss, carry.opt) if isinstance(self._rule, Scheduled) else meta.loss
+        own = tree.map(lambda leaf: leaf, leaves)  # a loss may take a dict apart
 
         def objective(params: Params) -> tuple[Tensor, Buffers]:
-            result = self._loss(params, carry.buffers, batch, leaves)
+            result = self._loss(params, carry.buffers, batch, own)
             validation.returned(result, carry.buffers)
             validation.depends(result[0])
             return result
