@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from leaves import FORMS, SCHEDULED, unrolled
-from problems import ALL_MODELS, OPTIMIZERS, Setting, assert_near, convnet, every, mlp
+from problems import ALL_MODELS, OPTIMIZERS, Setting, assert_near, convnet, every, mlp, moved
+from torch.func import vmap
 
 from metafop import LowRank, Momentum, ReversibleMomentum, Scheduled, tree
 from metafop.hypergradients import Adjoint, Forward, Truncated, adjoint, autograd, reversible
@@ -92,6 +93,21 @@ def test_an_outer_loss_may_read_meta_too(estimator, generator):
     estimate = estimator(training, lambda carry, meta: read(outer(carry), meta), *rest)
     by_hand = problem.outer_by_hand
     assert_by_hand(estimate, replace(problem, outer_by_hand=lambda *given: read(by_hand(*given), given[1])))
+
+
+@every("form", {k: FORMS[k] for k in ("labels", "nested")})
+@every("estimator", THREE | {"forward": Forward(("hyper", "loss", "start"))})
+def test_vmap_over_leaves_and_the_start_is_a_loop_over_them(estimator, form, generator):
+    training, outer_loss, meta, carry, batches = unrolled(mlp, form, HEAVY, generator).given
+    starts, leaves = ([moved(x, generator, 0.1) for _ in range(2)] for x in (carry.params, meta.loss))
+
+    def estimated(start, leaves):
+        given = (training, outer_loss, meta._replace(loss=leaves), carry._replace(params=start), batches)
+        return estimator(*given)[:4]
+
+    found = vmap(estimated)(tree.stack(starts), tree.stack(leaves))
+    expected = tree.stack([estimated(*each) for each in zip(starts, leaves, strict=True)])
+    assert_near(found, expected, rtol=1e-11, size=1e-2)
 
 
 COMPILED = {"inputs of a conv net": (convnet, "inputs", 0.0), "nested, with dropout": (mlp, "nested", 0.3)}
