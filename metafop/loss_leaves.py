@@ -36,7 +36,7 @@ def made(
 
     def leaf(name: str, x: Any) -> Tensor:
         names.append(name)
-        return _tensor(_called(name), x).to(device=device, dtype=dtype)
+        return _tensor(_called(name), x).to(device=device, dtype=dtype).contiguous()
 
     leaves = () if values is None else tree.map_named(leaf, values)
     _check_names(names, optimizer, domains)

@@ -163,15 +163,20 @@ def same_tree(meta: Meta, carry: Carry) -> None:
             "The tree of parameters must not change: make a new meta with training.init_meta(params, ...)."
         )
     tensors("hyper", meta.hyper)
+    tensors("loss", meta.loss)
 
 
 def tensors(name: str, x: Any) -> None:
-    """Refuse a leaf that is no tensor: nothing could be derived in it."""
-    if isinstance(x, Tensor):
+    """Refuse a leaf that is no tensor, or one of integers: nothing could be derived in it."""
+    if isinstance(x, Tensor) and x.is_floating_point():
         return
+    if isinstance(x, Tensor):
+        raise TypeError(
+            f"{name} is {x.dtype}, and every leaf of meta is a floating-point tensor. Pass its float()."
+        )
     if isinstance(x, dict):
         inside = x.items()
-    elif isinstance(x, tuple):
+    elif isinstance(x, tuple | list):
         inside = zip(getattr(x, "_fields", range(len(x))), x, strict=True)
     else:
         raise TypeError(
@@ -186,6 +191,7 @@ def evaluated(meta: Any, carry: Any) -> None:
     """Refuse arguments of `evaluate` that are no meta or no carry."""
     _meta(meta)
     _carry(carry)
+    tensors("loss", meta.loss)
 
 
 def _meta(meta: Any) -> None:

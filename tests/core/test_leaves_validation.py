@@ -6,12 +6,12 @@ import numpy
 import pytest
 import torch
 from penalized import estimate, leaves, meta, params, training
-from problems import assert_clear
+from problems import assert_clear, assert_same_bits
 from torch import nn
 from torch.nn import functional as F
 
 from metafop import SGD, Adam, Online, Scheduled
-from metafop.hypergradients import autograd, evolution, forward
+from metafop.hypergradients import adjoint, autograd, evolution, forward
 from metafop.optimizers import Positive, Unit
 
 
@@ -26,6 +26,17 @@ def taken(loss, given, batch):
         return (loss(leaves, batch) * params["w"]).sum()
 
     return estimate(loss=product, given=given, batches=[batch])
+
+
+def replaced(l2):
+    own, given = training(), meta()
+    return autograd(
+        own,
+        lambda carry: carry.params["w"].sum(),
+        given._replace(loss=given.loss | {"l2": l2}),
+        own.init(params),
+        [torch.ones(3)],
+    )
 
 
 def numbers_alone(params, batch, leaves):
@@ -117,6 +128,14 @@ READ = {
         ["leaves loss.l1 of"],
     ),
     "one that is written into": (lambda: estimate(loss=writing), ["in place", "leaf of meta", "new tensor"]),
+    "a float in its place": (
+        lambda: replaced(0.3),
+        ["loss.l2 is 0.3, a float", "Pass torch.tensor(0.3)"],
+    ),
+    "an integer in its place": (
+        lambda: replaced(torch.tensor(1)),
+        ["loss.l2 is torch.int64", "Pass its float()"],
+    ),
     "an index beyond the weights": (
         lambda: taken(lambda x, i: x[i], torch.ones(5), torch.tensor([0, 1, 7])),
         ["index 7", "size 5", "no weight", "as long as the data"],
@@ -168,6 +187,27 @@ READ = {
 }
 
 
+@pytest.mark.parametrize("estimator", [adjoint, autograd, forward], ids=["adjoint", "autograd", "forward"])
+def test_a_number_for_all_weights_may_be_an_expanded_one(estimator):
+    one, three = (
+        estimate(estimator, given=leaves | {"weights": x}) for x in (torch.ones(1).expand(3), torch.ones(3))
+    )
+    assert_same_bits(one.grads, three.grads)
+
+
+def test_an_index_into_something_else_is_pythons_to_refuse():
+    with pytest.raises(IndexError, match=r"^tuple index out of range$"):
+        taken(lambda x, batch: x * batch[1], torch.ones(3), (torch.ones(3),))
+
+
+def test_numbers_of_any_kind_are_taken_in_the_precision_of_the_parameters():
+    single = {"w": torch.ones(3, dtype=torch.float32)}
+    given = {"a": 1, "b": numpy.float32(0.5), "c": numpy.float64(0.5), "d": torch.ones(2)}
+    made = training().init_meta(single, loss=given, lr=0.1).loss
+    assert {k: x.dtype for k, x in made.items()} == dict.fromkeys(given, torch.float32)
+    assert [x.sum().item() for x in made.values()] == [1.0, 0.5, 0.5, 2.0]
+
+
 @pytest.mark.parametrize(("act", "words"), list(MADE.values()), ids=list(MADE))
 def test_leaves_that_cannot_be_get_a_clear_sentence(act, words):
     assert_clear(act, words)
@@ -175,4 +215,4 @@ def test_leaves_that_cannot_be_get_a_clear_sentence(act, words):
 
 @pytest.mark.parametrize(("act", "words"), list(READ.values()), ids=list(READ))
 def test_leaves_that_are_not_read_as_they_should_get_a_clear_sentence(act, words):
-    assert_clear(act, words, (ValueError, IndexError, NotImplementedError))
+    assert_clear(act, words, (ValueError, TypeError, IndexError, NotImplementedError))

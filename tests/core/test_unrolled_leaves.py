@@ -147,6 +147,19 @@ def test_nothing_is_learned_of_leaves_or_the_start_if_a_test_fails(test, generat
     assert_same_bits(why[name], said[name])
 
 
+def test_what_requires_a_gradient_leaves_no_record_in_the_state(generator):
+    training, outer_loss, meta, carry, batches = unrolled(mlp, FORMS["nested"], HEAVY, generator).given
+    recorded, start = tree.map(lambda x: x.clone().requires_grad_(), (meta, carry.params))
+    learner, found = Unrolled(training, Adam(), ("loss", "lr", "start")), []
+    for given, where in ((recorded, start), (meta, carry.params)):
+        outer_meta, state = learner.init_meta(given, where, lr=0.1), learner.init(given, where)
+        for _ in range(2):
+            state, _ = learner.step(outer_meta, state, outer_loss, carry, batches)
+        found.append(state)
+    assert_same_bits(*found)
+    assert not any(x.requires_grad for x in tree.leaves(found[0]))
+
+
 def test_tests_of_trust_are_refused_where_the_start_alone_is_learned(generator):
     training = unrolled(mlp, FORMS["a penalty"], HEAVY, generator).training
     with pytest.raises(ValueError, match=r"look at leaves of meta\. Learn one, or pass none\."):

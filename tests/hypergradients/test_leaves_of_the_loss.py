@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from leaves import FORMS, SCHEDULED, unrolled
 from problems import ALL_MODELS, OPTIMIZERS, Setting, assert_near, convnet, every, mlp, moved
 from torch.func import vmap
@@ -71,6 +72,20 @@ def test_each_step_is_given_its_entry_of_what_is_scheduled(fields, estimator, ge
     assert_by_hand(estimate, problem)
     assert estimate.grads.loss["l2"][0] == 0  # of the step before the first
     assert (estimate.grads.loss["l2"][1:] != 0).all()
+
+
+@every("form", FORMS)
+def test_steps_that_torch_autograd_records_are_a_loop_too(form, generator):
+    problem = unrolled(mlp, form, HEAVY, generator)
+    training, outer_loss, *rest, batches = problem.given
+    meta, carry = tree.map(lambda x: x.clone().requires_grad_(), tuple(rest))
+    after = carry
+    for batch in batches:
+        after, _ = training.step(meta, after, batch)
+    found = torch.autograd.grad(outer_loss(after), tree.leaves((meta, carry)))
+    expected = problem.differentiated()
+    size = 1e-3 * largest(expected.grads)
+    assert_near(list(found), tree.leaves((expected.grads, expected.start)), rtol=1e-10, size=size)
 
 
 @every("form", FORMS)
