@@ -32,7 +32,6 @@ PROBLEMS = {
 WITH_GRU = PROBLEMS | {"gru": (gru, FORMS["a penalty"], HEAVY, None, 0.0)}
 ESTIMATORS = {
     "adjoint": adjoint,
-    "log": Adjoint("log"),
     "over forward": Adjoint(over="forward"),
     "autograd": autograd,
     "forward": Forward(("hyper", "loss", "start")),
