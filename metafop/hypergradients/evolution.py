@@ -133,9 +133,7 @@ class Evolution:
                 if self.progress is not None:
                     self.progress("forward", t + 1, steps)
             value = value_of(outer_loss, moved, carry)
-            if tree.is_transforming():  # one after another, particles cannot tell
-                of_carry = value_of(outer_loss, meta, carry) if reads_meta(outer_loss) else value
-                check_dependence(tree.is_batched(of_carry))
+            _check_reads_carry(outer_loss, meta, carry, value)
             return value, carry, torch.stack(values)
 
         both = {name: torch.cat([x, -x]) for name, x in noise.items()}
@@ -255,6 +253,13 @@ def _for_each(function: Callable[..., Any], *stacked: Any) -> tuple[Any, str]:
 
 # What torch says of operations that it cannot batch: fused ones, functions without a rule, and item().
 _NOT_BATCHED = ("atching rule not implemented", "You tried to vmap over", "calling .item()")
+
+
+def _check_reads_carry(outer_loss: OuterLoss, meta: Meta, carry: Any, value: Tensor) -> None:
+    """Refuse an outer loss that is the same for all particles, but for meta: one by one they cannot tell."""
+    if tree.is_transforming():
+        of_carry = value_of(outer_loss, meta, carry) if reads_meta(outer_loss) else value
+        check_dependence(tree.is_batched(of_carry))
 
 
 def _column(x: Tensor, beside: Tensor) -> Tensor:
