@@ -77,6 +77,15 @@ def test_each_step_is_given_its_entry_of_what_is_scheduled(fields, estimator, ge
     assert (estimate.grads.loss["l2"][1:] != 0).all()
 
 
+def test_forward_goes_on_from_window_to_window_with_leaves_and_the_start(generator):
+    problem = unrolled(convnet, FORMS["weights"], OPTIMIZERS["adam, short"], generator)
+    training, outer_loss, meta, carry, batches = problem.given
+    ahead = ALL["forward, start too"]
+    first = ahead(training, outer_loss, meta, ahead.init(carry), batches[:1])
+    second = ahead(training, outer_loss, meta, first.carry, batches[1:])
+    assert_by_hand(second._replace(carry=second.carry.carry), problem)
+
+
 @every("form", FORMS)
 def test_steps_that_torch_autograd_records_are_a_loop_too(form, generator):
     problem = unrolled(mlp, form, HEAVY, generator)
