@@ -75,6 +75,15 @@ _WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     F.batch_norm: batch_norm,
     F.instance_norm: instance_norm,
     F.layer_norm: layer_norm,
+    torch.batch_norm: lambda x, weight, bias, mean, variance, training, momentum, eps, _: batch_norm(
+        x, mean, variance, weight, bias, training, momentum, eps
+    ),
+    torch.instance_norm: lambda x, weight, bias, mean, variance, own, momentum, eps, _: instance_norm(
+        x, mean, variance, weight, bias, own, momentum, eps
+    ),
+    torch.layer_norm: lambda x, shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True: layer_norm(
+        x, shape, weight, bias, eps
+    ),
 }
 
 

@@ -62,6 +62,26 @@ def test_they_are_torchs_and_so_are_running_statistics(make, shape, generator):
     assert_same_bits(buffers, after)
 
 
+DIRECT = {
+    "batch": lambda x, w, b: torch.batch_norm(x, w, b, None, None, True, 0.1, 1e-5, True),
+    "batch, in eval mode": lambda x, w, b: torch.batch_norm(
+        x, w, b, torch.zeros(3), torch.ones(3), False, 0.1, 1e-5, True
+    ),
+    "instance": lambda x, w, b: torch.instance_norm(x, w, b, None, None, True, 0.1, 1e-5, True),
+    "layer": lambda x, w, b: torch.layer_norm(x.mT, (3,), w, b, 1e-5),
+    "layer, without weights": lambda x, w, b: torch.layer_norm(x.mT, (3,)),
+}
+
+
+@every("norm", DIRECT)
+def test_so_are_those_that_are_called_directly(norm, generator):
+    x, w, b = torch.randn(4, 3, 5, generator=generator), *torch.rand(2, 3, generator=generator)
+    with NormsWrittenOut():
+        found = vjp(vmap(grad(lambda w: norm(w[:, None] * x, w, b).pow(3).sum())), w[None])[1](w[None])
+    expected = vjp(grad(lambda w: norm(w[:, None] * x, w, b).pow(3).sum()), w)[1](w)
+    assert_near(found[0][0], expected[0], rtol=1e-11, size=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_in_low_precision_they_are_as_precise(dtype, generator):
     layer, x = made(lambda: nn.LayerNorm(5), (4, 3, 5), generator)
