@@ -58,7 +58,8 @@ def named(owner: str, learn: tuple[str, ...], meta: Meta | MetaAndStart) -> Leav
                 )
             raise ValueError(
                 f"{owner} is to learn {part!r}, but meta holds only {[_short(name) for name in names]}. "
-                "Name one of these or the start of one, or give the training a preconditioner to learn."
+                "Name one of these, or what several start with, or give the training what is missing: a "
+                "preconditioner, or leaves of its loss by init_meta(loss=...)."
             )
     return {name: leaf for name, leaf in names.items() if any(_stands_for(part, name) for part in learn)}
 
@@ -66,9 +67,8 @@ def named(owner: str, learn: tuple[str, ...], meta: Meta | MetaAndStart) -> Leav
 def check_learnable(owner: str, learn: tuple[str, ...] | None, names: tuple[str, ...]) -> None:
     """Refuse to learn leaves that an estimator's own `learn` leaves out: zeros would stand for them."""
     for name in names:
-        if not (
-            not name.startswith("start.") if learn is None else any(_stands_for(part, name) for part in learn)
-        ):
+        learned = not names_start((name,)) if learn is None else any(_stands_for(p, name) for p in learn)
+        if not learned:
             raise ValueError(
                 f"Unrolled learns {_short(name)!r}, and {owner} with learn={learn!r} gives no derivative in "
                 "it. Name it there too, or use adjoint."

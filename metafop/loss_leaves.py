@@ -1,11 +1,13 @@
 """Leaves of the loss: the part of meta that a loss is given, each leaf in its range."""
 
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Sequence
 from functools import reduce
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metafop import patterns, tree
 from metafop.functional import takes_leaves
@@ -28,22 +30,20 @@ def made(
     params: what is trained, by name.
     """
     _check_loss(loss, values)
-    if values is None:
-        return ()
     dtype = reduce(torch.promote_types, [p.dtype for p in params.values()], torch.float32)
     device = next(iter(params.values())).device
-    leaves = tree.map_named(lambda name, x: _tensor(name, x).to(device=device, dtype=dtype), values)
-    named = tree.named(leaves)
+    names: list[str] = []
+
+    def leaf(name: str, x: Any) -> Tensor:
+        names.append(name)
+        return _tensor(_called(name), x).to(device=device, dtype=dtype).contiguous()
+
+    leaves = () if values is None else tree.map_named(leaf, values)
+    _check_names(names, optimizer, domains)
     if isinstance(optimizer, Scheduled):
-        _check_scheduled(optimizer, named)
         leaves = tree.map_named(optimizer.leaf, leaves)
-    for pattern in patterns.unused(domains, named):
-        raise ValueError(
-            f"Training has a domain in loss_domains for {pattern!r}, which comes first for none of the "
-            f"leaves {sorted(named)}. Correct the pattern, or drop it."
-        )
-    for name, leaf in tree.named(leaves).items():
-        _check_range(name, leaf, domain(domains, name))
+    for name, x in tree.named(leaves).items():
+        _check_range(_called(name), x, domain(domains, name))
     return leaves
 
 
@@ -53,13 +53,18 @@ def domain(domains: Mapping[str, Domain], name: str) -> Domain:
     return _FREE if pattern is None else domains[pattern]
 
 
+def _called(name: str) -> str:
+    """Return the name that a leaf has in meta."""
+    return f"loss.{name}" if name else "loss"
+
+
 def _check_loss(loss: Loss, values: Tree) -> None:
     takes = takes_leaves(loss, 3)
-    if values is not None and not takes:
+    if values is not None and tree.leaves(values) and not takes:
         raise TypeError(
-            f"init_meta got leaves for the loss, {_described(values)}, but the loss takes three arguments. "
-            "Give it a fourth, without a default value, that it reads them from; with functional.plain or "
-            "from_module a third: loss(params, batch, leaves)."
+            f"init_meta got leaves for the loss, {_described(values)}, which has no argument for them. Give "
+            "it one more, without a default value: loss(params, batch, leaves) for functional.plain, "
+            "loss(model, batch, leaves) for from_module, loss(params, buffers, batch, leaves) for Training."
         )
     if values is None and takes:
         raise TypeError(
@@ -69,38 +74,58 @@ def _check_loss(loss: Loss, values: Tree) -> None:
 
 
 def _described(values: Tree) -> str:
-    return str(sorted(values)) if isinstance(values, dict) else type(values).__name__
+    return str([*map(str, values)]) if isinstance(values, dict) else type(values).__name__
 
 
 def _tensor(name: str, x: Any) -> Tensor:
-    if isinstance(x, bool) or not isinstance(x, Tensor | float | int):
+    if isinstance(x, bool) or not isinstance(x, Tensor | Real):
         raise TypeError(
-            f"The leaf {name!r} of the loss is {x!r}, a {type(x).__name__}, and only tensors and numbers can "
+            f"The leaf {name} is {reprlib.repr(x)}, a {type(x).__name__}, and only tensors and numbers can "
             "be learned. Pass a tensor; what is not learned belongs into the batch."
         )
     if not isinstance(x, Tensor):
         return torch.tensor(float(x), dtype=torch.float64)
     if not x.is_floating_point():
         raise TypeError(
-            f"The leaf {name!r} of the loss is {x.dtype}, in which nothing can be derived. Pass its float(); "
-            "an index or a label that is not learned belongs into the batch."
+            f"The leaf {name} is {x.dtype}, in which nothing can be derived. Pass real floating-point "
+            "numbers; an index or a label that is not learned belongs into the batch."
+        )
+    if isinstance(x, nn.Parameter):
+        raise TypeError(
+            f"The leaf {name} is an nn.Parameter, which would record the history of every step. "
+            "Pass its detach()."
+        )
+    if not x.numel():
+        raise ValueError(
+            f"The leaf {name} has the shape {tuple(x.shape)}, and no number to learn. Leave it out."
         )
     return x
 
 
-def _check_scheduled(optimizer: Scheduled, named: Mapping[str, Tensor]) -> None:
-    for field in optimizer.leaf_fields:
-        if not any(optimizer.is_scheduled(name, field) for name in named):
-            raise ValueError(
-                f"{optimizer} schedules {field!r}, and the loss has the leaves "
-                f"{sorted(f'loss.{name}' for name in named)}. Name one of these, or the start of one."
-            )
+def _check_names(names: Sequence[str], optimizer: Optimizer, domains: Mapping[str, Domain]) -> None:
+    """Refuse leaves that share a name, and domains and schedules of leaves that there are not."""
+    called = [_called(name) for name in names]
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in called if called.count(name) > 1})
+        raise ValueError(f"Leaves of the loss share the names {twice}. Rename a key that has a dot in it.")
+    for pattern in patterns.unused(domains, names):
+        raise ValueError(
+            f"Training has a domain in loss_domains for {pattern!r}, which comes first for none of the "
+            f"leaves {sorted(names)}. Correct the pattern, or drop it."
+        )
+    if isinstance(optimizer, Scheduled):
+        for field in optimizer.leaf_fields:
+            if not any(optimizer.is_scheduled(name, field) for name in names):
+                raise ValueError(
+                    f"{optimizer} schedules {field!r}, and the leaves of the loss are {sorted(called)}. Name "
+                    "one of these, or what several start with."
+                )
 
 
 def _check_range(name: str, leaf: Tensor, domain: Domain) -> None:
     for place, number in extremes(name, leaf):
         if not domain.holds(number):
             raise ValueError(
-                f"The leaf {place!r} of the loss is {number:g}, and its domain takes values {domain.says}. "
+                f"The leaf {place} is {number:g}, and its domain takes values {domain.says}. "
                 "Pass a value in that range, or another domain in Training(loss_domains=...)."
             )

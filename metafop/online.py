@@ -18,6 +18,7 @@ from metafop.online_carry import OnlineCarry, moving, nothing_seen, staying, zer
 from metafop.optimizers import completed
 from metafop.protocols import CompleteOptimizer, Domain, Domains, Optimizer, Trains
 from metafop.safeguards import Bound, Guard, scale_free
+from metafop.twice_differentiable import TwiceDifferentiable
 from metafop.types import Batch, Given, Info, Last, Loss, Meta, Params, Seen, Tree
 from metafop.validation_loss import ValidationLoss, split
 
@@ -156,8 +157,10 @@ class Online:
                 "the form. Pass one: online.init(meta, carry, batch)."
             )
         own, _ = split(self._validation, batch)
-        validation.tensors("batch", own)
-        for note in look_at_leaves(self.training, "reverse", (), None, meta, carry, [own]):
+        validation.batch("Online", own)
+        with TwiceDifferentiable():
+            notes = look_at_leaves(self.training, "reverse", (), None, meta, carry, [own])
+        for note in notes:
             logger.warning(note)
         return Given(meta.loss, own)
 

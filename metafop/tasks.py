@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from metafop import tree, validation
+from metafop.norms import NormsWrittenOut
 from metafop.protocols import Domain, Domains
 from metafop.training import Training
 from metafop.types import Batch, Buffers, Carry, Given, Info, Last, Meta, Params, Seen, Tree
@@ -24,7 +25,8 @@ class Tasks:
     `vmap(loss_of_one)(carry.params, examples).mean()`.
 
     Any estimator differentiates it, and `Unrolled` learns meta from it, and with "start" in `learn` the
-    parameters from which every task starts (MAML, Finn et al., 2017).
+    parameters from which every task starts (MAML, Finn et al., 2017). Batch, layer and instance norm are
+    written out, for torch's derivative of their gradient through vmap is wrong.
 
     training: that of one task.
     count: how many tasks there are, 1 or more.
@@ -41,10 +43,11 @@ class Tasks:
     count: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.training, Training):
+        validation.instance("Tasks", "a Training", self.training)
+        if not isinstance(self.training, Training) or type(self.training).advance is not Training.advance:
             raise TypeError(
-                f"Tasks takes a Training, whose step does not depend on the value of the loss, got "
-                f"{type(self.training).__name__}. Pass one."
+                f"Tasks takes a Training, whose advance does not read the loss of a task, got a "
+                f"{type(self.training).__name__}. Pass Training(loss, optimizer)."
             )
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
             raise ValueError(
@@ -71,7 +74,8 @@ class Tasks:
         """Return the mean loss of a `batch` at the parameters of `carry`, and each task's gradients."""
         validation.evaluated(meta, carry)
         self._check_first_dimension(carry, batch)
-        seen = vmap(self.training.evaluate, in_dims=(None, 0, 0))(meta, carry, batch)
+        with NormsWrittenOut():
+            seen = vmap(self.training.evaluate, in_dims=(None, 0, 0))(meta, carry, batch)
         return seen._replace(value=seen.value.mean())
 
     def advance(self, meta: Meta, carry: Carry, seen: Seen) -> tuple[Carry, Info]:

@@ -45,7 +45,7 @@ _KNOWN = {
         "The loss takes the index {0} of a tensor of size {2} in dimension {1}, as for an example that has "
         "no weight. Pass indices from 0 to one below the size, and leaves as long as the data."
     ),
-    r"index out of (?:range|bounds)": (
+    r"^index out of (?:range|bounds)|^out of range: tried to access index": (
         "The loss takes an index out of range, as for an example that has no weight. Pass indices from 0 to "
         "one below the size, and leaves as long as the data."
     ),
@@ -62,9 +62,9 @@ _KNOWN = {
         "Take no gradient inside the loss: return its value, and freeze parameters before from_module."
     ),
     r"would mutate a captured Tensor": (
-        "The loss writes in place into a tensor that it was not given to write into, such as a frozen "
-        "parameter, or a buffer of a loss that is not made by from_module. Make it a buffer of the module, "
-        "or return a new one with the buffers."
+        "The loss writes in place into a tensor that it was not given to write into, such as a leaf of meta, "
+        "a frozen parameter, or a buffer of a loss that is not made by from_module. Compute a new tensor, "
+        "make it a buffer of the module, or return a new one with the buffers."
     ),
     r"vmap: inplace arithmetic": (
         "The loss writes in place into a tensor that does not depend on what vmap maps over, with one that "

@@ -12,9 +12,11 @@ from torch.func import grad_and_value
 
 from metafop import loss_leaves, stopped_gradients, torch_errors, tree, validation
 from metafop.functional import with_leaves
+from metafop.norms import NormsWrittenOut
 from metafop.optimizers import Scheduled, completed, fitted
 from metafop.preconditioners import Identity, batched
 from metafop.protocols import CompleteOptimizer, Domain, Domains, Optimizer, Preconditioner
+from metafop.twice_differentiable import TwiceDifferentiable
 from metafop.types import Batch, Buffers, Carry, Info, Last, Loss, Meta, Params, Seen, Tree
 
 
@@ -49,7 +51,7 @@ class Training:
     _rule: CompleteOptimizer = field(init=False, repr=False, compare=False)  # the optimizer, completed
 
     def __post_init__(self) -> None:
-        validation.loss(self.loss)
+        validation.loss("Training", self.loss)
         object.__setattr__(self, "_loss", with_leaves(self.loss))
         object.__setattr__(self, "_rule", completed("Training", self.optimizer))
         validation.preconditioners(self.preconditioners)
@@ -97,9 +99,10 @@ class Training:
         """
         validation.evaluated(meta, carry)
         leaves = self._rule.leaves(meta.loss, carry.opt) if isinstance(self._rule, Scheduled) else meta.loss
+        own = tree.map(lambda leaf: leaf, leaves)  # a loss may take a dict apart
 
         def objective(params: Params) -> tuple[Tensor, Buffers]:
-            result = self._loss(params, carry.buffers, batch, leaves)
+            result = self._loss(params, carry.buffers, batch, own)
             validation.returned(result, carry.buffers)
             validation.depends(result[0])
             return result
@@ -158,7 +161,8 @@ class Training:
         def grads(leaves: Tree) -> Params:
             return self.evaluate(meta._replace(loss=leaves), last.carry, given.batch).grads
 
-        return tree.pull(grads, given.leaves, d_grads)
+        with TwiceDifferentiable(), NormsWrittenOut():  # for those who differentiate what is learned by this
+            return tree.pull(grads, given.leaves, d_grads)
 
     def precondition(self, precond: dict[str, Tree], grads: Params) -> Params:
         """Return P(m) g for each parameter, its m from `precond` and its g from `grads`."""

@@ -24,6 +24,7 @@ from torch._C._functorch import (
     maybe_get_level,
     peek_interpreter_stack,
 )
+from torch._subclasses import FakeTensor
 from torch.func import vjp
 from torch.utils import _pytree as pytree
 
@@ -218,7 +219,8 @@ def is_without_grad_from(level: int) -> bool:
 
 def is_surely(condition: Tensor) -> bool:
     """Return whether a `condition` is known to hold: inside transforms and compiled code it is not known."""
-    return not torch.compiler.is_compiling() and not is_transforming() and bool(condition)
+    unknown = torch.compiler.is_compiling() or is_transforming() or isinstance(condition, FakeTensor)
+    return not unknown and bool(condition)
 
 
 def batch_levels() -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from metafop import leaf_names, tree, validation
 from metafop.diagnostics import Estimated, TrustTest
 from metafop.hypergradients import adjoint
+from metafop.hypergradients.graphs import detached
 from metafop.hypergradients.validation import check_estimator, check_learnable
 from metafop.leaf_names import MetaAndStart
 from metafop.learned import Learned
@@ -119,6 +120,7 @@ class Unrolled:
         meta: from `training.init_meta`.
         start: the parameters from which training starts, where they are learned (`()`).
         """
+        meta, start = detached((meta, start))  # or a record of every step would be kept
         all_of_it = self._with_start(meta, start)
         meta_opt = self.learned.init(all_of_it)
         check_learnable(self.estimator, tuple(self.learned.of(all_of_it)))

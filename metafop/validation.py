@@ -18,10 +18,10 @@ def instance(owner: str, what: str, value: object) -> None:
         raise TypeError(f"{owner} takes {what}, got the class {name}. Pass {name}().")
 
 
-def loss(loss: Loss) -> None:
+def loss(owner: str, loss: Loss) -> None:
     if isinstance(loss, nn.Module):
         raise TypeError(
-            f"Training takes a loss, got the module {type(loss).__name__}. "
+            f"{owner} takes a loss, got the module {type(loss).__name__}. "
             "Make a loss of it: functional.from_module(model, loss)."
         )
     try:
@@ -32,8 +32,8 @@ def loss(loss: Loss) -> None:
         return
     if signature is None or not (_binds(signature, 3) or _binds(signature, 4)):
         raise TypeError(
-            f"A loss takes (params, buffers, batch) and, if any are learned, leaves of meta; got {loss!r}, "
-            "which does not. Lift a loss(params, batch) with functional.plain."
+            f"{owner} takes a loss of (params, buffers, batch) and, if any are learned, leaves of meta; got "
+            f"{loss!r}, which is none. Lift a loss(params, batch) with functional.plain."
         )
 
 
@@ -163,15 +163,20 @@ def same_tree(meta: Meta, carry: Carry) -> None:
             "The tree of parameters must not change: make a new meta with training.init_meta(params, ...)."
         )
     tensors("hyper", meta.hyper)
+    tensors("loss", meta.loss)
 
 
 def tensors(name: str, x: Any) -> None:
-    """Refuse a leaf that is no tensor: nothing could be derived in it."""
-    if isinstance(x, Tensor):
+    """Refuse a leaf that is no tensor, or one of integers: nothing could be derived in it."""
+    if isinstance(x, Tensor) and x.is_floating_point():
         return
+    if isinstance(x, Tensor):
+        raise TypeError(
+            f"{name} is {x.dtype}, and every leaf of meta is a floating-point tensor. Pass its float()."
+        )
     if isinstance(x, dict):
         inside = x.items()
-    elif isinstance(x, tuple):
+    elif isinstance(x, tuple | list):
         inside = zip(getattr(x, "_fields", range(len(x))), x, strict=True)
     else:
         raise TypeError(
@@ -186,6 +191,7 @@ def evaluated(meta: Any, carry: Any) -> None:
     """Refuse arguments of `evaluate` that are no meta or no carry."""
     _meta(meta)
     _carry(carry)
+    tensors("loss", meta.loss)
 
 
 def _meta(meta: Any) -> None:
@@ -206,6 +212,16 @@ def carry(carry: Any) -> None:
 
 
 _carry = carry
+
+
+def batch(owner: str, batch: Any) -> None:
+    """Refuse a batch that is to be kept and holds something other than tensors."""
+    for leaf in tree.leaves(batch):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"{owner} learns leaves of the loss and keeps the batch of the last step, which holds "
+                f"{leaf!r}, a {type(leaf).__name__}. Pass tensors alone, such as torch.tensor({leaf!r})."
+            )
 
 
 def dense(grads: Params) -> None:

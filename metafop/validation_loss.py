@@ -6,6 +6,7 @@ from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Any
 
+from metafop import validation as checks
 from metafop.functional import takes_leaves
 from metafop.optimizers import SGD
 from metafop.training import Training
@@ -19,6 +20,7 @@ class ValidationLoss:
     loss: Loss
 
     def __post_init__(self) -> None:
+        checks.loss("Online(validation=...)", self.loss)
         if takes_leaves(self.loss, 3):
             raise TypeError(
                 "The validation loss of Online takes (params, buffers, batch), got one that takes leaves of "

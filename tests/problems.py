@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -255,6 +256,17 @@ def refusal(function, *arguments):
     assert isinstance(exit.value.code, str)
     assert "\n" not in exit.value.code
     return exit.value.code
+
+
+def assert_clear(act: Callable[[], Any], words: list[str], errors: Any = (ValueError, TypeError)) -> None:
+    """Check that what is refused gets one sentence with these words, of a length that is read."""
+    with pytest.raises(errors) as caught:
+        act()
+    message = str(caught.value)
+    assert [word for word in words if word not in message] == []
+    assert re.search(r"[.!)\]]$", message)
+    assert "\n" not in message or "dropout" in message.lower()
+    assert len(message) < 400
 
 
 def assert_pure(function, *args):

@@ -15,7 +15,7 @@ from metafop import leaf_names, tree
 from metafop.hypergradients.checks.leaves import check_leaves_used
 from metafop.hypergradients.forward import left_out
 from metafop.hypergradients.inputs import inputs_of
-from metafop.hypergradients.outer_loss import check_dependence, value_of
+from metafop.hypergradients.outer_loss import check_dependence, reads_meta, value_of
 from metafop.hypergradients.validation import (
     accepted,
     batch_at,
@@ -106,6 +106,10 @@ class Evolution:
 
     def check_learnable(self, names: tuple[str, ...]) -> None:
         """Refuse to learn leaves of these `names` if there is one that `learn` does not name."""
+        if leaf_names.names_start(names):
+            raise ValueError(
+                "Unrolled learns where a run starts, in which Evolution gives no derivative. Use adjoint."
+            )
         leaf_names.check_learnable("Evolution", self.learn, names)
 
     def __call__(
@@ -129,8 +133,7 @@ class Evolution:
                 if self.progress is not None:
                     self.progress("forward", t + 1, steps)
             value = value_of(outer_loss, moved, carry)
-            if tree.is_transforming():  # one after another, particles cannot tell
-                check_dependence(tree.is_batched(value))
+            _check_reads_carry(outer_loss, meta, carry, value)
             return value, carry, torch.stack(values)
 
         both = {name: torch.cat([x, -x]) for name, x in noise.items()}
@@ -250,6 +253,13 @@ def _for_each(function: Callable[..., Any], *stacked: Any) -> tuple[Any, str]:
 
 # What torch says of operations that it cannot batch: fused ones, functions without a rule, and item().
 _NOT_BATCHED = ("atching rule not implemented", "You tried to vmap over", "calling .item()")
+
+
+def _check_reads_carry(outer_loss: OuterLoss, meta: Meta, carry: Any, value: Tensor) -> None:
+    """Refuse an outer loss that is the same for all particles, but for meta: one by one they cannot tell."""
+    if tree.is_transforming():
+        of_carry = value_of(outer_loss, meta, carry) if reads_meta(outer_loss) else value
+        check_dependence(tree.is_batched(of_carry))
 
 
 def _column(x: Tensor, beside: Tensor) -> Tensor:

@@ -121,16 +121,15 @@ class Implicit:
         missed = MissedBuffers(training, meta, carry, steps, self.skip)
         with how.context(), second_derivative(training, meta, "reverse", self.skip) as second:
             on_leaves = look_at_leaves(training, "reverse", self.skip, outer_loss, meta, carry, batches)
-            after, values = self._run(training, meta, carry, batches, missed)
+            after, values, first = self._run(training, meta, carry, batches, missed)
             outer = differentiated(outer_loss, meta, after)
             mean = MeanGradient.of(training, meta, after, batches)
             if "repeat" not in self.skip:
-                seen, again = (training.evaluate(meta, after, mean.batches[0]) for _ in range(2))
-                check_repeated(
-                    steps, [seen.value, *seen.grads.values()], [again.value, *again.grads.values()]
-                )
+                for _ in range(2):  # what alternates is seen too
+                    again = training.evaluate(meta, carry, batch_at(batches, 0))
+                    check_repeated(0, first, tree.leaves((again.value, again.grads)))
             found = self._solved(mean, after, outer.cotangent)
-            if second.record and self.solver.symmetric:
+            if second.record.stopped and self.solver.symmetric:
                 raise ValueError(_STOPPED.format(self.solver))
             if second.is_due():
                 second.look(after, mean.batches[0])
@@ -145,18 +144,19 @@ class Implicit:
 
     def _run(
         self, training: Training, meta: Meta, carry: Any, batches: Batches, missed: MissedBuffers
-    ) -> tuple[Any, list[Tensor]]:
-        """Take a step for each batch; return the carry in the end, and the loss that each saw."""
-        values, steps = [], len(batches)
+    ) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """Take a step for each batch; return the carry in the end, each loss, and all that the first saw."""
+        values, first, steps = [], [], len(batches)
         for t in range(steps):
             batch, before = batch_at(batches, t), carry
             seen = training.evaluate(meta, before, batch)
+            first = first or detached(tree.leaves((seen.value, seen.grads)))
             carry, _ = detached(training.advance(meta, before, seen))
             missed.at(t, before, batch, seen, after=carry)
             values.append(detached(seen.value))
             if self.progress is not None:
                 self.progress("forward", t + 1, steps)
-        return carry, values
+        return carry, values, first
 
     def _solved(self, mean: MeanGradient, after: Any, cotangent: list[Tensor]) -> _Found:
         """Solve (H + damping) x = ∂outer/∂θ, and see how far from a minimum the run has ended."""

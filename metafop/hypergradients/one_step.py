@@ -3,7 +3,9 @@
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
 from metafop import tree
+from metafop.norms import NormsWrittenOut
 from metafop.protocols import Trains
+from metafop.twice_differentiable import TwiceDifferentiable
 from metafop.types import Last, Meta, Params
 
 
@@ -36,7 +38,8 @@ def by_autograd(training: Trains, meta: Meta, last: Last, cotangent: Params) -> 
     def params(meta: Meta) -> Params:
         seen = last.seen
         if given:
-            seen = seen._replace(grads=training.evaluate(meta, last.carry, given.batch).grads)
+            with TwiceDifferentiable(), NormsWrittenOut():
+                seen = seen._replace(grads=training.evaluate(meta, last.carry, given.batch).grads)
         carry, _ = training.advance(meta, last.carry, seen)
         return carry.params
 

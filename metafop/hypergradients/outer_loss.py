@@ -59,8 +59,8 @@ def check_dependence(depends: bool) -> None:
     """Refuse an outer loss that does not depend on the carry."""
     if not depends:
         raise ValueError(
-            "The outer loss does not depend on what training moves, so that its hypergradient would be zero. "
-            "Compute it from the params of the carry that it is given."
+            "The outer loss does not depend on what training moves, so that nothing of training is in its "
+            "derivative. Compute it from the params of the carry that it is given."
         )
 
 

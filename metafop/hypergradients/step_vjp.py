@@ -116,7 +116,7 @@ class StepVJP:
                 value=value[0] if value else seen.value, grads=grads, cotangent=cotangent
             )
             meta, carry = rebuild(floats)
-            after, _ = self.training.advance(meta, carry, looked_at)
+            after, _ = self.training.advance(meta, with_constant_buffers(carry), looked_at)
             return tree.partition(after)[0]
 
         return vjp(advance, floats, self._read(seen))[1](cotangent)

@@ -78,7 +78,7 @@ class Free:
 
     @property
     def says(self) -> str:
-        return "of any size"
+        return "of any finite size"
 
     def holds(self, value: float) -> bool:
         return math.isfinite(value)

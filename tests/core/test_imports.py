@@ -15,7 +15,7 @@ LAYERS = [
     {"protocols"},
     {"tree", "patterns"},
     {"randomness"},
-    {"twice_differentiable", "hidden_derivatives"},
+    {"twice_differentiable", "hidden_derivatives", "norms"},
     {"stopped_gradients", "module_copies", "torch_errors"},
     {"functional", "optimizers", "preconditioners", "validation"},
     {"loss_leaves"},

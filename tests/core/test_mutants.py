@@ -123,8 +123,8 @@ BACK = {
     "no mixed derivative": Mutant(
         module("hypergradients.step_vjp"),
         "inputs_of",
-        "*(place for each in metas for place in tree.leaves(each.loss))",
-        "",
+        ", *leaves]",
+        "]",
         back,
         ("loss",),
     ),
@@ -221,7 +221,7 @@ MINIMUM = {
         check=unlooked(Implicit, ConjugateGradients(iterations=8, probes=20)),
     ),
     "a Neumann series that subtracts": Mutant(
-        Neumann, "__call__", "x + rate * r", "x - rate * r", unlooked(Implicit, Neumann()), ("loss",)
+        Neumann, "__call__", "x + rate * (b", "x - rate * (b", unlooked(Implicit, Neumann()), ("loss",)
     ),
 }
 

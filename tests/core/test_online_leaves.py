@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 from leaves import FORMS, unrolled
-from problems import OPTIMIZERS, assert_near, assert_same_bits, convnet, every, mlp, slope
+from problems import OPTIMIZERS, assert_near, assert_same_bits, attention, convnet, every, mlp, slope
 from torch.nn.functional import softplus
 
 from metafop import SGD, Adam, Dense, LowRank, Online, Training, functional, safeguards, tree
-from metafop.hypergradients import Forward, adjoint, autograd
+from metafop.hypergradients import Adjoint, Forward, adjoint, autograd
 from metafop.optimizers import Positive, Unit
 
 
@@ -30,7 +30,7 @@ def stepped(online, outer_meta, state, pairs) -> Any:
 
 
 @every("form", FORMS)
-@every("setting", OPTIMIZERS)
+@every("setting", {k: OPTIMIZERS[k] for k in ("sgd, decayed", "nesterov, decayed", "adam, decayed")})
 def test_it_moves_by_the_hypergradient_of_an_unroll_of_one_step(setting, form, generator):
     problem = unrolled(mlp, form, setting, generator, LowRank(2))
     online, outer_meta, state, pairs = learner(problem, ("loss", "lr", "precond"))
@@ -109,6 +109,29 @@ def test_a_learner_of_leaves_is_differentiated_like_any_training(estimator, vali
     assert [note for note in estimate.info["notes"] if "Zeros stand" not in note] == []
 
 
+@every("make", {"batch norm": convnet, "layer norm, attention": attention})
+@every("estimator", {"autograd": autograd, "adjoint": adjoint, "over forward": Adjoint(over="forward")})
+def test_what_a_learner_of_leaves_learns_is_differentiated_through_norms(estimator, make, generator):
+    """Where the last step started has an effect through what is learned from it: a third derivative."""
+    problem = unrolled(make, FORMS["inputs"], OPTIMIZERS["heavy ball"], generator)
+    online, outer_meta, state, (first, *batches) = learner(problem, ("loss",), validated=False, lr=1.0)
+    state, _ = online.step(outer_meta, state, first)
+    along = tree.map(lambda p: torch.randn(p.shape, generator=generator), state.last_carry.params)
+
+    def outer_loss(state):
+        return problem.outer_loss(state.carry)
+
+    def value(h):
+        params = tree.map(lambda p, v: p + h * v, state.last_carry.params, along)
+        moved = state._replace(last_carry=state.last_carry._replace(params=params))
+        return outer_loss(stepped(online, outer_meta, moved, batches))
+
+    estimate = estimator(online, outer_loss, outer_meta, state, batches)
+    products = tree.map(tree.dot, estimate.start.last_carry.params, along)
+    assert_near(sum(products.values()), (value(1e-5) - value(-1e-5)) / 2e-5, rtol=1e-6)
+    assert estimate.info["notes"] == ()
+
+
 def test_what_is_not_finite_teaches_nothing_about_leaves(generator):
     problem = unrolled(mlp, FORMS["weights"], OPTIMIZERS["heavy ball"], generator)
     online, outer_meta, state, pairs = learner(problem, ("loss",))
@@ -148,8 +171,8 @@ def test_wrong_labels_lose_their_weight_within_its_range(domains, generator):
     training = Training(weighted, SGD(), loss_domains=domains)
     meta = training.init_meta(params, lr=0.5, loss=torch.full((40,), 0.5))
     online = Online(training, Adam(), ("loss",), validation=clean)
-    outer_meta, state = online.init_meta(meta, lr=0.05), online.init(meta, training.init(params), pair)
-    for _ in range(200):
+    outer_meta, state = online.init_meta(meta, lr=0.1), online.init(meta, training.init(params), pair)
+    for _ in range(100):
         state, _ = online.step(outer_meta, state, pair)
     weights = state.meta.loss
     assert weights[:20].mean() < 0.3 * weights[20:].mean()

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from problems import every
+from torch._subclasses import FakeTensorMode
 from torch.func import vmap
 
 from metafop import tree
@@ -134,3 +135,11 @@ def test_a_batched_tensor_is_not_concrete_and_vmap_is_a_transform():
     look(numbers(1.0))
     vmap(look)(numbers(1.0, 2.0))
     assert seen == [(True, False), (False, True)]
+
+
+def test_a_condition_is_known_where_values_are():
+    assert tree.is_surely(torch.tensor(True))
+    assert not tree.is_surely(torch.tensor(False))
+    assert not vmap(lambda x: torch.tensor(tree.is_surely(x)))(torch.tensor([True, True])).any()
+    with FakeTensorMode():  # in which steps are traced to be compiled
+        assert not tree.is_surely(torch.tensor(True))

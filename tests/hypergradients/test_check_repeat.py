@@ -1,6 +1,7 @@
 """A step that comes out different when it is taken again is refused with its number, never differentiated."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ from metafop.hypergradients import (
     Adjoint,
     Autograd,
     Forward,
+    Implicit,
+    Neumann,
     ReversibleAdjoint,
     Truncated,
     adjoint,
     autograd,
     forward,
+    implicit,
     reversible,
 )
 from metafop.hypergradients.checks.repeat import rounding
@@ -147,6 +151,77 @@ def test_a_loss_that_is_not_a_number_is_the_same_as_itself(estimator):
     """Not finite is another matter, and a note."""
     estimate = unroll(lambda z, y: squared(z, y) * torch.nan, estimator)
     assert "not finite" in " ".join(estimate.info["notes"])
+
+
+def noise_on_a_leaf():
+    return lambda z, y, leaf: squared(z, y) + (leaf * torch.rand(2) * z).mean()
+
+
+def counting_with_a_leaf():
+    calls = itertools.count()
+    return lambda z, y, leaf: squared(z, y) * (1 + leaf * (next(calls) % 17))
+
+
+def noise_in_the_gradient_of_a_leaf():
+    noise = noisy_gradient()
+    return lambda z, y, leaf: leaf * noise(z, y)
+
+
+class Moving:
+    """Batches that are the same, and move a leaf when they are asked."""
+
+    def __init__(self, x, leaf, when=lambda call: True):
+        self.x, self.leaf, self.when, self.asked = x, leaf, when, itertools.count()
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, t):
+        if self.when(next(self.asked)):
+            self.leaf.add_(1e-3)
+        return self.x
+
+
+def unroll_with_a_leaf(loss, estimator, batches=None):
+    rng = torch.Generator().manual_seed(0)
+    x, y = torch.randn(8, 4, generator=rng), torch.randn(8, 2, generator=rng)
+    optimizer = ReversibleMomentum() if estimator is reversible else Momentum()
+
+    def of(params, batch, leaf):
+        return loss(batch @ params["w"], y, leaf) + leaf.square() * params["w"].square().sum()
+
+    training, params = Training(functional.plain(of), optimizer), {"w": torch.randn(4, 2, generator=rng)}
+    meta = training.init_meta(params, lr=0.1, momentum=0.5, loss=0.3)
+    given = batches(x, meta.loss) if batches else 6 * [x]
+    return estimator(
+        training, lambda carry: carry.params["w"].square().sum(), meta, training.init(params), given
+    )
+
+
+WITH_LEAVES = ESTIMATORS | {"implicit": implicit, "implicit, by Neumann": Implicit(Neumann())}
+
+
+@every("estimator", WITH_LEAVES)
+@every(
+    "make", {f.__name__: f for f in (noise_on_a_leaf, counting_with_a_leaf, noise_in_the_gradient_of_a_leaf)}
+)
+def test_what_changes_with_a_leaf_is_refused(make, estimator):
+    with pytest.raises((ArithmeticError, NotImplementedError), match="taken again"):
+        unroll_with_a_leaf(make(), estimator)
+
+
+@every("estimator", {k: e for k, e in WITH_LEAVES.items() if e is not autograd})
+@every("when", {"whenever": lambda call: True, "once": lambda call: call == 4})
+def test_a_leaf_that_is_moved_in_between_is_refused(when, estimator):
+    """The whole graph refuses it as what torch.func cannot follow."""
+    with pytest.raises(ArithmeticError, match="taken again"):
+        unroll_with_a_leaf(lambda z, y, leaf: leaf * squared(z, y), estimator, partial(Moving, when=when))
+
+
+@every("estimator", WITH_LEAVES)
+def test_what_does_not_change_with_a_leaf_passes(estimator):
+    estimate = unroll_with_a_leaf(lambda z, y, leaf: leaf * squared(z, y), estimator)
+    assert estimate.grads.loss.isfinite()
 
 
 def test_a_module_that_is_pure_passes_on_every_path(generator):

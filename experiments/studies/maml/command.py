@@ -31,7 +31,7 @@ def main(config: Config) -> None:
         costs = {steps: cost.measure(config, steps, tick) for steps in THROUGH}
     unseen = unseen_tasks(config.unseen, config.shots, Generator().manual_seed(config.seed + 1))
     adapted = {name: adapt(problem, found, unseen, config.steps) for name, found in learned.items()}
-    figures = report.of_learning(config.out, learned, adapted)
+    figures = report.of_learning(config.out, learned, adapted) | report.largest_errors(costs)
     for steps, found in costs.items():
         figures |= report.of_cost(config.out, steps, found)
     figure.draw(config.out / "maml.png", learned, unseen, adapted, costs)

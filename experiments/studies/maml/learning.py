@@ -1,5 +1,6 @@
 """What is learned by each recipe, and how well a network then adapts to tasks that it has not seen."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -46,9 +47,10 @@ RECIPES = {
 
 
 class Learned(NamedTuple):
-    """The loss of each meta step, the start that was learned, and the meta to adapt with."""
+    """The loss and the seconds of each meta step, the start that was learned, and the meta to adapt with."""
 
     losses: Tensor
+    seconds: list[float]
     start: Params
     meta: Meta
 
@@ -69,15 +71,17 @@ class Adapted(NamedTuple):
 
 def learn(config: Config, problem: Problem, recipe: Recipe, tick: Callable[[str], None]) -> Learned:
     """Learn from new tasks at every meta step, the same ones for every recipe."""
-    way, losses = recipe.way(problem, Adjoint(compile=config.compiled)), []
+    way, losses, seconds = recipe.way(problem, Adjoint(compile=config.compiled)), [], []
     generator = Generator().manual_seed(config.seed)
     for _ in range(config.meta_steps):
-        losses.append(way.step(draw_episode(config.tasks, config.shots, generator)))
+        episode, begin = draw_episode(config.tasks, config.shots, generator), time.perf_counter()
+        losses.append(way.step(episode))
+        seconds.append(time.perf_counter() - begin)
         tick(recipe.label)
     start, meta = way.start, way.state.meta
     if recipe.lr == 0:  # what was not to adapt while it was learned does so now
         meta = problem.tasks.training.init_meta(start, lr=INNER_LR)
-    return Learned(torch.stack(losses), start, meta)
+    return Learned(torch.stack(losses), seconds, start, meta)
 
 
 def unseen_tasks(count: int, shots: int, generator: Generator) -> Unseen:

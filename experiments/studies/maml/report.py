@@ -43,9 +43,16 @@ def of_learning(out: Path, learned: Mapping[str, Learned], adapted: Mapping[str,
         out,
         "The rates that were learned with the start, from 0.01 each",
         ["tensor", "rate"],
-        [[name, f"{rate.item():.4f}"] for name, rate in rates.items()],
+        [[name, f"{rate.item():.2g}"] for name, rate in rates.items()],
     )
-    return figures | {f"rate_{name}": round(rate.item(), 5) for name, rate in rates.items()}
+    figures |= {f"rate_{name}": float(f"{rate.item():.3g}") for name, rate in rates.items()}
+    others = [rate.item() for name, rate in rates.items() if not name.startswith("0.")]
+    # The first recipe is the first to be compiled.
+    first = next(iter(learned.values())).seconds
+    return figures | {
+        "rates_of_other_layers": max(others),
+        "build_seconds": round(first[0] - median(first), 1),
+    }
 
 
 def mean_and_interval(errors: Tensor) -> tuple[float, float]:
@@ -84,6 +91,13 @@ def of_cost(out: Path, steps: int, cost: Cost) -> Summary:
         rows,
     )
     return figures
+
+
+def largest_errors(costs: Mapping[int, Cost]) -> Summary:
+    """Return the largest distances from higher, of all ways and numbers of steps."""
+    gradients = [error for cost in costs.values() for error in cost.errors.values()]
+    curves = [curve_error(cost, name) for cost in costs.values() for name in cost.losses]
+    return {"largest_gradient_error": max(gradients), "largest_curve_error": max(curves)}
 
 
 def curve_error(cost: Cost, name: str) -> float:

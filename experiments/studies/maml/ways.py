@@ -87,7 +87,7 @@ class ByHigher:
         }
 
     def _backward(self, episode: Episode) -> Tensor:
-        import higher  # only this experiment and bench-unroll need it
+        import higher  # not installed with the other extras
 
         self.outer.zero_grad()
         values = []

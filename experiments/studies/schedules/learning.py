@@ -26,7 +26,7 @@ class Learning:
     lr: float = 0.1  # where all learning rates start
     momentum: float = 0.9  # where all momentum starts
     meta_steps: int = 50
-    meta_lr: float = 0.1
+    meta_lr: float = 0.04  # Maclaurin's
     watch_every: int = 5  # steps of learning, for the loss on fresh draws
     compile: bool = True  # the steps that are differentiated
 

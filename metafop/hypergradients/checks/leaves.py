@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from metafop.hypergradients.inputs import Inputs, inputs_of
 from metafop.hypergradients.locked_jvp import jvp
 from metafop.hypergradients.outer_loss import reads_meta, value_of
 from metafop.hypergradients.per_training_cache import PerTraining
-from metafop.hypergradients.step_vjp import Over, gradients
+from metafop.hypergradients.step_vjp import Over, depends_on_value, gradients
 from metafop.hypergradients.validation import Skip, batch_at
 from metafop.protocols import Batches, Trains
 from metafop.types import Batch, Meta, OuterLoss
@@ -53,7 +53,7 @@ def look_at_leaves(
 def check_leaves_used(
     training: Trains, inputs: Inputs, outer_loss: OuterLoss | None, batches: Batches
 ) -> None:
-    """Refuse a leaf that neither the loss of any batch nor the outer loss depends on.
+    """Refuse a leaf that neither the gradient of any batch nor the outer loss depends on.
 
     The first batch tells as a rule, and is asked once for a training.
     """
@@ -66,21 +66,22 @@ def check_leaves_used(
         unused -= _read_outside(outer_loss, inputs)
     if unused:
         raise ValueError(
-            f"The loss does not use the leaves {', '.join(sorted(unused))} of meta, of which it is given "
-            f"{', '.join(names)}. Correct a name in the loss, or leave them out of init_meta(loss=...)."
+            f"The loss does not use the leaves {_listed(sorted(unused))} of meta, of which it is given "
+            f"{_listed(names)}: its gradient does not depend on them, or only on numbers that it takes out "
+            "of them, by float() or a comparison. Correct the loss, or leave them out of init_meta(loss=...)."
         )
 
 
 def _find(training: Trains, names: tuple[str, ...], inputs: Inputs, batch: Batch) -> frozenset[str]:
-    found = set()
+    found, with_value = set(), depends_on_value(training, inputs.meta, inputs.carry)
     for place, (name, leaf) in enumerate(zip(names, inputs.leaves, strict=True), len(inputs.params)):
 
-        def value(x: Tensor, place: int = place) -> Tensor:
+        def seen(x: Tensor, place: int = place) -> list[Tensor]:
             tensors = [*inputs.tensors[:place], x, *inputs.tensors[place + 1 :]]
             seen = training.evaluate(*inputs.put(tensors), batch)
-            return seen.value
+            return tree.leaves((seen.grads, seen.cotangent, seen.value if with_value else ()))
 
-        if not _depends(value, leaf):
+        if not _depends(seen, leaf):
             found.add(name)
     return frozenset(found)
 
@@ -99,16 +100,19 @@ def _read_outside(outer_loss: OuterLoss, inputs: Inputs) -> frozenset[str]:
     return frozenset(k for k, x in leaves.items() if _depends(lambda x, k=k: value(k, x), x))
 
 
-def _depends(function: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+def _depends(function: Callable[[Tensor], Tensor | list[Tensor]], x: Tensor) -> bool:
     depends = []
 
     def recorded(x: Tensor) -> Tensor:
-        value = function(x)
-        depends.append(tree.is_tracked(value))
-        return value
+        depends.append(any(map(tree.is_tracked, tree.leaves(function(x)))))
+        return x
 
     vjp(recorded, x)
     return depends[0]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join([*names[:5], *([f"… ({len(names)} in all)"] if len(names) > 5 else [])])
 
 
 def _gaps_of(
