@@ -194,6 +194,7 @@ def test_a_compiled_online_step_is_the_eager_one(generator):
     online = Online(training, Adam(), LEARN)
     outer_meta = online.init_meta(meta, lr=0.01)
     state = online.init(meta, training.init(problem.params, problem.buffers))
+    torch.compiler.reset()  # it gives up on code that other tests had it build often
     compiled, eager = torch.compile(online.step, fullgraph=True), online.step
     ours = theirs = state
     for batch in problem.batches[:3]:
@@ -209,6 +210,7 @@ def test_a_compiled_learner_of_a_learner_is_the_eager_one(generator):
     outer_meta, state = online.init_meta(meta, lr=0.1), online.init(meta, carry)
     tower = Online(online, SGD(), ("lr",))
     top, both = tower.init_meta(outer_meta, lr=0.1), tower.init(outer_meta, state)
+    torch.compiler.reset()  # it gives up on code that other tests had it build often
     compiled, eager = torch.compile(tower.step, fullgraph=True), tower.step
     ours = theirs = both
     for batch in batches:
