@@ -54,7 +54,7 @@ def finish(task, out):
         if connection.poll(1):
             try:
                 connection.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):  # it has ended, its leave perhaps unread
                 break
     process.join()
     assert process.exitcode == 0
