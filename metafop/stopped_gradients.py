@@ -27,11 +27,13 @@ class Record:
     """What a loss was seen to do to its derivatives, and in which lines: "detach (model.py, line 12)".
 
     `stopped` are gradients that it stops. `unknown` is what may hide a derivative: numbers taken out of
-    tensors, and functions whose second derivative is not known to be right.
+    tensors, and functions whose second derivative is not known to be right. `transformed` says whether
+    torch.func took a gradient that torch.autograd alone was to record.
     """
 
     stopped: dict[str, None] = field(default_factory=dict)
     unknown: dict[str, None] = field(default_factory=dict)
+    transformed: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.stopped or self.unknown)
@@ -39,6 +41,7 @@ class Record:
     def add(self, other: Record) -> None:
         self.stopped |= other.stopped
         self.unknown |= other.unknown
+        self.transformed |= other.transformed
 
 
 _record: ContextVar[Record | None] = ContextVar("record", default=None)
@@ -64,13 +67,19 @@ def add(record: Record) -> None:
         current.add(record)
 
 
-def inner_alone() -> AbstractContextManager[Any]:
+def note_transformed() -> None:
+    """Note that torch.func takes a gradient that torch.autograd alone was to record."""
+    add(Record(transformed=True))
+
+
+def inner_alone(recorded: bool) -> AbstractContextManager[Any]:
     """A context for one more derivative, in which `detach` and `no_grad` stop that one and those inside it.
 
-    Derivatives that are being taken around it go on through what is stopped: a run depends on the value of
-    what its loss stops (docs/math.md, 27). torch itself would stop them all.
+    Derivatives that are being taken around it, by torch.func or `recorded` by torch.autograd, go on through
+    what is stopped: a run depends on the value of what its loss stops (docs/math.md, 27). torch itself would
+    stop them all.
     """
-    if torch.compiler.is_compiling() or not tree.is_differentiating() or _all.get():
+    if torch.compiler.is_compiling() or _all.get() or not (recorded or tree.is_differentiating()):
         return nullcontext()
     return _InnerAlone(tree.transforms() + 1)
 
@@ -98,7 +107,7 @@ class _InnerAlone(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         plain = torch.is_grad_enabled() and not self.stopped and tree.transforms() == self.level
-        if plain and not _is_special(func):
+        if plain and not is_special(func):
             return func(*args, **kwargs)
         if func in _CALL_OTHERS:
             with self:  # so that what it calls is seen
@@ -122,7 +131,7 @@ class _InnerAlone(TorchFunctionMode):
         It is given copies, and what it writes is copied back: what is recorded must outlast later writes,
         which no_grad allows.
         """
-        if not any(isinstance(x, Tensor) and tree.is_wrapped(x) for x in tree.leaves((args, kwargs))):
+        if not any(map(_takes_part, tree.leaves((args, kwargs)))):
             return func(*args, **kwargs)
         self._note("stopped", "no_grad", (args, kwargs))
         out = kwargs.get("out")
@@ -157,7 +166,7 @@ class _Given:
         self.tensors: dict[int, tuple[Tensor, Tensor, Tensor, int]] = {}
 
     def __call__(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not tree.is_wrapped(x):
+        if not _takes_part(x):
             return x
         if id(x) not in self.tensors:
             constant = tree.without_levels(x, self.level)
@@ -181,8 +190,13 @@ class _Given:
         return tree.map(own, result)
 
 
+def _takes_part(x: Any) -> bool:
+    """Return whether a derivative may depend on `x`."""
+    return isinstance(x, Tensor) and (tree.is_wrapped(x) or x.requires_grad)
+
+
 @cache
-def _is_special(func: Any) -> bool:
+def is_special(func: Any) -> bool:
     """Return whether a function may be another to derivatives of a level than to those around it."""
     known = func in _CALL_OTHERS or func in _DETACH or func in _DETACH_IN_PLACE or func is F.embedding
     return known or bool(may_hide_a_derivative(func))

@@ -53,7 +53,7 @@ _KNOWN = {
         "The loss draws random numbers, which vmap refuses: they would be others whenever a step is taken "
         "again. Pass seeded=True to functional.from_module or functional.plain."
     ),
-    r"escaped\?": (
+    r"escaped\?|backward through the graph a second time": (
         "The loss keeps a tensor from one call to the next in an attribute or a variable, which torch.func "
         "cannot follow. Make it a buffer (register_buffer), or return it with the buffers."
     ),
@@ -61,7 +61,7 @@ _KNOWN = {
         "The loss calls requires_grad_ or backward, or assigns to .data, which torch.func cannot follow. "
         "Take no gradient inside the loss: return its value, and freeze parameters before from_module."
     ),
-    r"would mutate a captured Tensor": (
+    r"would mutate a captured Tensor|modified by an inplace operation": (
         "The loss writes in place into a tensor that it was not given to write into, such as a leaf of meta, "
         "a frozen parameter, or a buffer of a loss that is not made by from_module. Compute a new tensor, "
         "make it a buffer of the module, or return a new one with the buffers."

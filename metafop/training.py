@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
-from torch.func import grad_and_value
 
-from metafop import loss_leaves, stopped_gradients, torch_errors, tree, validation
+from metafop import loss_leaves, torch_errors, tree, validation
 from metafop.functional import with_leaves
+from metafop.loss_gradient import loss_gradient
 from metafop.norms import NormsWrittenOut
 from metafop.optimizers import Scheduled, completed, fitted
 from metafop.preconditioners import Identity, batched
@@ -99,6 +99,7 @@ class Training:
         """
         validation.evaluated(meta, carry)
         leaves = self._rule.leaves(meta.loss, carry.opt) if isinstance(self._rule, Scheduled) else meta.loss
+        recorded = _is_recorded((carry.params, leaves, batch))
         own = tree.map(lambda leaf: leaf, leaves)  # a loss may take a dict apart
 
         def objective(params: Params) -> tuple[Tensor, Buffers]:
@@ -109,15 +110,14 @@ class Training:
 
         versions = validation.versions(carry.params, leaves)
         try:
-            with stopped_gradients.inner_alone():
-                grads, (value, buffers) = grad_and_value(objective, has_aux=True)(carry.params)
+            grads, value, buffers = loss_gradient(objective, carry.params, recorded)
         except (RuntimeError, IndexError) as error:
             torch_errors.explain(error)
             raise
         validation.unwritten(carry.params, leaves, versions)
         validation.dense(grads)
         seen = Seen(value, grads, {k: buffers[k].detach() for k in carry.buffers})
-        return _unrecorded(seen, (carry.params, leaves, batch))
+        return seen if recorded else _unrecorded(seen)
 
     def advance(self, meta: Meta, carry: Carry, seen: Seen) -> tuple[Carry, Info]:
         """Return the carry after a step from `carry`, on what was `seen` there, as `meta` says; and info.
@@ -205,12 +205,18 @@ class Training:
 _IDENTITY = Identity()
 
 
-def _unrecorded(seen: Seen, given: Tree) -> Seen:
-    """Return what was seen without what torch.autograd recorded, unless of tensors that the loss was given.
+def _is_recorded(given: Tree) -> bool:
+    """Return whether torch.autograd records what comes of the tensors that a loss is given."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return any(isinstance(x, Tensor) and tree.is_recorded(x) for x in tree.leaves(given))
+
+
+def _unrecorded(seen: Seen) -> Seen:
+    """Return what was seen without what torch.autograd recorded.
 
     A tensor that a loss closes over and that requires a gradient would otherwise keep the graph of each step.
     """
     if torch.compiler.is_compiling() or not tree.is_recorded(seen.value) or tree.is_differentiating():
         return seen
-    recorded = any(isinstance(x, Tensor) and tree.is_recorded(x) for x in tree.leaves(given))
-    return seen if recorded else tree.map(torch.detach, seen)
+    return tree.map(torch.detach, seen)

@@ -251,10 +251,15 @@ def is_wrapped(x: Tensor) -> bool:
 
 
 def is_tracked_from(x: object, level: int) -> bool:
-    """Return whether a derivative that is taken at a `level` or inside it depends on `x`."""
-    if not isinstance(x, Tensor) or not is_functorch_wrapped_tensor(x) or maybe_get_level(x) < level:
+    """Return whether a derivative that is taken at a `level` or inside it depends on `x`.
+
+    Level 0 is that of torch.autograd, beneath all transforms.
+    """
+    if not isinstance(x, Tensor):
         return False
-    return is_tracked(x) or is_tracked_from(get_unwrapped(x), level)
+    if not is_functorch_wrapped_tensor(x):
+        return level == 0 and x.requires_grad
+    return maybe_get_level(x) >= level and (is_tracked(x) or is_tracked_from(get_unwrapped(x), level))
 
 
 def without_levels(x: Tree, level: int) -> Tree:

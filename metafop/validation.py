@@ -236,7 +236,9 @@ def dense(grads: Params) -> None:
 
 def depends(value: Tensor) -> None:
     """Refuse a loss that does not depend on the parameters it is given: its gradient would be zero."""
-    if not torch.compiler.is_compiling() and not tree.is_tracked(value):
+    if torch.compiler.is_compiling():
+        return
+    if not (tree.is_tracked(value) if tree.is_transforming() else value.requires_grad):
         raise ValueError(
             "The loss does not depend on the parameters that it is given, so that training would not move. "
             "Compute it from these, not from a module or tensors that it closes over: "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from math import isqrt
 from typing import Any, Literal, get_args
 
 from metafop import tree
@@ -14,11 +13,11 @@ from metafop.hypergradients.checks.buffers import MissedBuffers
 from metafop.hypergradients.checks.hessian import second_derivative
 from metafop.hypergradients.checks.leaves import look_at_leaves
 from metafop.hypergradients.compiled_steps import CompiledSteps, check_compilable
-from metafop.hypergradients.differentiation import differentiation
+from metafop.hypergradients.differentiation import Differentiation, differentiation
 from metafop.hypergradients.info import unroll_info
 from metafop.hypergradients.outer_loss import differentiated, value_of
 from metafop.hypergradients.step_vjp import Over, StepVJP, depends_on_value
-from metafop.hypergradients.steps import EagerSteps
+from metafop.hypergradients.steps import RecordedSteps, Steps, TransformedSteps
 from metafop.hypergradients.validation import (
     Skip,
     accepted,
@@ -31,7 +30,7 @@ from metafop.hypergradients.validation import (
 from metafop.protocols import Batches, Trains
 from metafop.types import Estimate, Meta, OuterLoss, Progress
 
-Keep = Literal["all", "sqrt", "log"]
+Keep = Literal["all", "sqrt", "cbrt", "log"]
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,13 @@ class Adjoint:
 
     λ_T = ∂value/∂carry_T,    (∂value/∂meta, λ_t) += VJP of step t of λ_(t+1)    (docs/math.md, 19)
 
-    keep: which carries wait for the backward pass: "all" of them; with "sqrt" so many that about √T are held
-        at once, all told (16 of a horizon below 256), and as a rule steps are taken two or three times; with
-        "log" about log₂ T, and steps are taken more often (docs/math.md, 20) (None, which is "all" without
-        `memory`). Besides there are always the last carry and what one step back needs.
-    memory: instead, a budget in bytes: as many are kept as fit; with both, `keep` is refused if it needs more
+    keep: how much waits for the backward pass: "all" that steps back need, so that no step is taken twice;
+        with "sqrt" the least with which none is taken more than twice, and with "cbrt" more than three times,
+        about √(2T) and ∛(6T) carries (or 16); with "log" about log₂ T carries, and steps are taken more often
+        (docs/math.md, 20). (None, which is "sqrt"; or "all" inside a transform of torch.func, where a step
+        back takes its step again and needs its carry alone.) Besides there are always the last carry and what
+        one step back needs.
+    memory: instead, a budget in bytes: as much is kept as fits; with both, `keep` is refused if it needs more
         (None, no limit).
     compile: builds the steps, forward and back, by torch's compiler: once for a training and for each shape
         of batches, however many steps and estimates follow (False). What the loss closes over is compiled in:
@@ -107,36 +108,45 @@ class Adjoint:
         if self.compile:
             check_compilable(tree.leaves(first), 0)
         how = differentiation(training, self.over, meta, carry, first)
-        step_vjp = StepVJP(training, how.over, depends_on_value(training, meta, carry))
-        if self.compile:
-            taken = CompiledSteps(step_vjp, meta, carry, batches, "compiled" not in self.skip)
-        else:
-            taken = EagerSteps(training, meta, batches, step_vjp)
-        # A compiled step back leaves out the gradient that was kept.
-        gradient = tree.size(carry.params) if self.compile else 0
-        checkpointing = Checkpointing(tree.size(carry), tree.size(carry) + gradient)
         missed = MissedBuffers(training, meta, carry, steps, self.skip)
         with how.context(), second_derivative(training, meta, "reverse", self.skip) as second:
+            taken = self._steps(training, how, meta, carry, batches)
+            checkpointing = Checkpointing(tree.size(carry), taken.bytes_recorded)
             on_leaves = look_at_leaves(training, "reverse", self.skip, outer_loss, meta, carry, batches)
             checks = Checks("repeat" not in self.skip, second, missed, self.progress)
             there_and_back = BackwardPass(
                 taken, partial(differentiated, outer_loss, meta), batches, checkpointing, checks
             )
-            done = there_and_back(carry, self._budget(checkpointing, steps))
+            done = there_and_back(carry, self._budget(checkpointing, steps, taken.evaluates_again))
             buffers = missed.note(partial(value_of, outer_loss, meta), done.carry, done.value)
         notes = (*how.notes, *second.notes, *on_leaves, buffers)
         info = unroll_info(done.carry, done.value, done.grads, done.values, done.sizes, notes)
         start = tree.derivative(carry, done.start)
         return Estimate(done.value, done.grads, start, done.carry, info)
 
-    def _budget(self, checkpointing: Checkpointing, steps: int) -> int:
-        """Return the bytes of carries to keep, or refuse a horizon that does not fit into the memory."""
+    def _steps(
+        self, training: Trains, how: Differentiation, meta: Meta, carry: Any, batches: Batches
+    ) -> Steps:
+        """Return how the steps are taken: compiled, recorded by torch.autograd, or by torch.func."""
+        if how.recordable and not self.compile:
+            return RecordedSteps.of(training, meta, carry, batches)
+        step_vjp = StepVJP(training, how.over, depends_on_value(training, meta, carry))
+        if self.compile:
+            checked = "compiled" not in self.skip
+            return CompiledSteps(step_vjp, how.recordable, meta, carry, batches, checked)
+        return TransformedSteps(training, meta, batches, step_vjp, tree.size(carry))
+
+    def _budget(self, checkpointing: Checkpointing, steps: int, evaluates_again: bool) -> int:
+        """Return the bytes to keep, or refuse a horizon that does not fit into the memory."""
+        few = (16 - _BESIDES) * checkpointing.carry
         rules = {
             "all": checkpointing.whole * steps - checkpointing.carry,
-            "sqrt": checkpointing.carry * (max(isqrt(steps), 16) - _BESIDES),
+            "sqrt": max(checkpointing.budget(steps, passes=2), few),
+            "cbrt": max(checkpointing.budget(steps, passes=3), few),
             "log": checkpointing.carry * steps.bit_length(),
         }
-        rule = self.keep or ("all" if self.memory is None else "log")
+        usual = "all" if evaluates_again else "sqrt"
+        rule = self.keep or (usual if self.memory is None else "log")
         needed = min(rules[rule], rules["all"])
         if self.memory is None:
             return needed

@@ -2,10 +2,12 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
@@ -34,7 +36,9 @@ from metafop.types import Estimate, Meta, OuterLoss, Progress, Seen
 
 @dataclass(frozen=True)
 class Autograd:
-    """∂ outer_loss(step(meta, … step(meta, carry, batches[0]) …)) / ∂meta, by torch.func.grad.
+    """∂ outer_loss(step(meta, … step(meta, carry, batches[0]) …)) / ∂meta, by one graph of torch.autograd.
+
+    Inside a transform of torch.func it is taken by torch.func.
 
     skip: checks to leave out, as for `Adjoint` (none).
     progress: called after each step forward, as by `Adjoint` (None).
@@ -76,15 +80,13 @@ class Autograd:
                 values.append(seen.value)
                 if self.progress is not None:
                     self.progress("forward", t + 1, steps)
-                if t == repeats_after(steps, self.skip):
+                if "repeat" not in self.skip and t == repeats_after(steps):
                     _repeat_first(training, meta, rebuild(start), batches, seen_first)
-            value = value_of(outer_loss, meta, with_constant_buffers(now))
-            check_dependence(tree.is_tracked(value))
-            return value, (now, values, looked_at)
+            return value_of(outer_loss, meta, with_constant_buffers(now)), (now, values, looked_at)
 
         with how.context(), second_derivative(training, meta, "reverse", self.skip) as second:
             on_leaves = look_at_leaves(training, "reverse", self.skip, outer_loss, meta, carry, batches)
-            unroll = grad_and_value(unrolled, argnums=(0, 1), has_aux=True)
+            unroll = _recorded(unrolled) if how.recordable else _transformed(unrolled)
             (grads, d_start), (value, (after, values, looked_at)) = detached(unroll(meta, floats))
             check_reads_carry(outer_loss, meta, after)
             for t, (now, seen) in looked_at.items():
@@ -96,6 +98,36 @@ class Autograd:
         if not tree.is_transforming() and info["overflow"] == 0:  # a graph does not tell where it overflowed
             info = adjoint(training, outer_loss, meta, carry, batches).info
         return Estimate(value, grads, tree.derivative(carry, d_start), after, info)
+
+
+Unrolled = Callable[[Meta, list[Tensor]], tuple[Tensor, Any]]
+Differentiated = Callable[[Meta, list[Tensor]], tuple[tuple[Meta, list[Tensor]], tuple[Tensor, Any]]]
+
+
+def _recorded(unrolled: Unrolled) -> Differentiated:
+    """Return the function's derivatives in both arguments, by torch.autograd; and what it returns."""
+
+    def differentiated(*given: Any) -> Any:
+        leaves, structure = tree.flatten(given)
+        inputs = [x.detach().requires_grad_() for x in leaves]
+        value, besides = unrolled(*tree.unflatten(inputs, structure))
+        found = torch.autograd.grad(value, inputs, allow_unused=True) if value.requires_grad else []
+        check_dependence(any(d is not None for d in found))
+        grads = [torch.zeros_like(x) if d is None else d for x, d in zip(leaves, found, strict=True)]
+        return tree.unflatten(grads, structure), (value, besides)
+
+    return differentiated
+
+
+def _transformed(unrolled: Unrolled) -> Differentiated:
+    """Return the same by torch.func."""
+
+    def checked(meta: Meta, start: list[Tensor]) -> tuple[Tensor, Any]:
+        value, besides = unrolled(meta, start)
+        check_dependence(tree.is_tracked(value))
+        return value, besides
+
+    return grad_and_value(checked, argnums=(0, 1), has_aux=True)
 
 
 def _repeat_first(training: Trains, meta: Meta, start: Any, batches: Batches, seen: Seen) -> None:

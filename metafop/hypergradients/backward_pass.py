@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,9 +13,9 @@ from metafop import tree
 from metafop.hypergradients.checkpointing import Checkpointing
 from metafop.hypergradients.checks.buffers import MissedBuffers
 from metafop.hypergradients.checks.hessian import SecondDerivative
-from metafop.hypergradients.checks.repeat import check_repeated, rounding
+from metafop.hypergradients.checks.repeat import FirstStep, check_repeated, repeats_after
 from metafop.hypergradients.outer_loss import Cotangent, Outer
-from metafop.hypergradients.steps import Kept, Steps
+from metafop.hypergradients.steps import Kept, Record, Steps
 from metafop.hypergradients.validation import batch_at
 from metafop.protocols import Batches
 from metafop.types import Meta, Params, Progress, Seen
@@ -59,11 +60,13 @@ class BackwardPass:
     checks: Checks
     values: list[Tensor] = field(default_factory=list)  # the loss that each step saw, from the first
     sizes: list[Tensor] = field(default_factory=list)  # ‖λ_t‖, from the last
-    slack: list[float] = field(default_factory=list)  # by how much each loss may differ when repeated
+    first: FirstStep | None = None
 
     def __call__(self, carry: Any, budget: int) -> Unrolled:
         """Go forward over all steps from a carry, and back to it."""
         waiting, stop = [(0, self.steps.start(carry), budget)], len(self.batches)
+        if self.checks.repeated and not self.steps.evaluates_again:
+            self.first = FirstStep(partial(self.steps.forward, 0, waiting[0][1]), repeats_after(stop))
         while waiting:
             start, kept, budget = waiting[-1]
             if distance := self.checkpointing.distance(stop - start, budget):
@@ -79,24 +82,25 @@ class BackwardPass:
 
     def _forward(self, kept: Kept, start: int, stop: int) -> Kept:
         for t in range(start, stop):
-            kept, _ = self._step(kept, t)
+            kept = self._step(t, kept)[0]
         return kept
 
     def _there_and_back(self, start: int, stop: int, kept: Kept) -> None:
         """Go forward from `start` keeping everything, then back from `stop`."""
-        waiting, kept, last_seen = self._forward_keeping(start, stop, kept)
+        waiting, kept, last_seen = self._forward_recording(start, stop, kept)
         if stop == len(self.batches):
             self._turn_around(kept)
         del kept  # or it would be held all the way back
         for t in reversed(range(start, stop)):
-            before, seen = waiting.pop()
+            before, record = waiting.pop()
             self.grads, self.cotangent, size, again = self.steps.backward(
-                t, before, self.grads, self.cotangent, seen
+                t, before, record, self.grads, self.cotangent
             )
+            del record
             self.sizes.append(size)
             self._tell("backward", len(self.sizes) - 1)
             if self.checks.repeated:
-                check_repeated(t, last_seen or [self.values[t]], again, self.slack[t])
+                check_repeated(t, last_seen or [self.values[t]], again)
             if self.checks.second_derivative.is_due():
                 here = self.steps.carry(before)
                 self.checks.second_derivative.look(here, batch_at(self.batches, t))
@@ -109,42 +113,46 @@ class BackwardPass:
         self.value, self.grads = outer.value, self.steps.start_grads(outer.d_meta)
         self.cotangent: Cotangent = [x.contiguous() for x in outer.cotangent]  # as a step back returns it
         self.sizes.append(tree.norm(self.cotangent))
-        # Compiled, steps forward and back are computed by other kernels.
-        compiled = self.steps.reuses_gradients
-        self.slack = rounding(self.values) if compiled else [0.0] * len(self.values)
 
-    def _forward_keeping(
+    def _forward_recording(
         self, start: int, stop: int, kept: Kept
-    ) -> tuple[list[tuple[Kept, list[Tensor]]], Kept, list[Tensor]]:
+    ) -> tuple[list[tuple[Kept, Record]], Kept, list[Tensor]]:
         """Go forward, and return what each step back needs, the carry in the end, and what its step saw."""
-        waiting, seen, reuses = [], [], self.steps.reuses_gradients
+        waiting, seen = [], []
         for t in range(start, stop):
-            if t == stop - 1 < len(self.batches) - 1 and not reuses:
-                waiting.append((kept, []))  # where this step leads is known
+            if t == stop - 1 < len(self.batches) - 1 and self.steps.evaluates_again:
+                waiting.append((kept, ()))  # where this step leads is known
                 return waiting, kept, []
-            after, seen = self._step(kept, t)
-            waiting.append((kept, seen if reuses else []))
+            after, seen, record = self._step(t, kept)
+            waiting.append((kept, record))
             kept = after
         return waiting, kept, seen
 
-    def _step(self, kept: Kept, t: int) -> tuple[Kept, list[Tensor]]:
-        after, seen = self.steps.forward(t, kept)
+    def _step(self, t: int, kept: Kept) -> tuple[Kept, list[Tensor], Record]:
+        """Return the carry after step t, what it saw, and what its step back needs."""
+        after, seen, record = self.steps.forward(t, kept)
         if t < len(self.values):
             if self.checks.repeated:
                 check_repeated(t, [self.values[t]], seen)
-            return after, seen
+            return after, seen, record
         self.values.append(seen[0])
         self._tell("forward", t + 1)
-        if t in self.checks.buffers.steps:
-            here = self.steps.carry(kept)
+        self._check_buffers(t, kept, seen)
+        if self.first:
+            self.first.look(t, seen)
+        return after, seen, record
 
-            def evaluate(other: Any) -> Seen:
-                return _seen(here.params, self.steps.forward(t, self.steps.start(other))[1])
+    def _check_buffers(self, t: int, kept: Kept, seen: list[Tensor]) -> None:
+        if t not in self.checks.buffers.steps:
+            return
+        here = self.steps.carry(kept)
 
-            self.checks.buffers.at(
-                t, here, batch_at(self.batches, t), _seen(here.params, seen), evaluate=evaluate
-            )
-        return after, seen
+        def evaluate(other: Any) -> Seen:
+            return _seen(here.params, self.steps.forward(t, self.steps.start(other))[1])
+
+        self.checks.buffers.at(
+            t, here, batch_at(self.batches, t), _seen(here.params, seen), evaluate=evaluate
+        )
 
     def _tell(self, what: str, done: int) -> None:
         if self.checks.progress is not None:

@@ -30,6 +30,14 @@ class Checkpointing:
             passes += 1
         return passes
 
+    def budget(self, steps: int, passes: int) -> int:
+        """Return the least budget with which no step is taken more often."""
+        low, high = 0, self.whole * steps
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.reach(middle, passes) >= steps else (middle + 1, high)
+        return low
+
     def distance(self, steps: int, budget: int) -> int:
         """Return how many steps further the next carry is to be kept, or 0 if all can be kept whole."""
         passes = self.passes(steps, budget)

@@ -1,4 +1,4 @@
-"""Functions compiled once for each form of their arguments: traced by make_fx, built by TorchInductor.
+"""A function in two parts, compiled once for each form of its arguments, by TorchInductor.
 
 torch.compile asks all its guards at each call, which for a small net takes a tenth of a step. Most of what
 they would find out is known here: what a compiled function returns has the same form each time.
@@ -7,7 +7,7 @@ they would find out is known here: what a compiled function returns has the same
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from metafop import stopped_gradients
 from metafop.hypergradients.checks.compiled import check_agreement
@@ -24,7 +23,9 @@ from metafop.log import logger
 from metafop.stopped_gradients import Record
 from metafop.twice_differentiable import TwiceDifferentiable
 
-Leaves = list[Any]  # tensors, and None where a batch has none
+Leaves = list[Any]  # tensors, and None where there is none
+Groups = tuple[Leaves, ...]
+Parts = Callable[[Groups, Groups], tuple[Groups, Groups]]
 
 
 @dataclass(frozen=True, eq=False)  # one object for each form, so that two are compared at once
@@ -50,20 +51,32 @@ class Formed(list):
 
 
 class Compiled:
-    """A pure function from lists of leaves to lists of leaves, compiled once for each form of these.
+    """A pure function in two parts, compiled once for each form of what the first is given.
+
+    first, second = function(given, later)        all of them lists of leaves; the first reads `given` alone
 
     All else that it sees, a training or a number, is compiled in and must stay what it is. What is built is
-    compared once with the function itself, if it is to be `checked`.
+    compared once with the function itself, if it is to be `checked`. `later` says what the second part will
+    be given, by examples.
     """
 
-    def __init__(self, function: Callable[..., tuple[Leaves, ...]], checked: bool = True) -> None:
-        self.function, self.checked = function, checked
-        self.built: dict[tuple, _Built] = {}
+    def __init__(
+        self,
+        function: Parts,
+        later: Callable[[Groups], Groups],
+        checked: bool = True,
+    ) -> None:
+        self.function, self.later, self.checked = function, later, checked
+        self.built: dict[tuple, Built] = {}
+
+    def __call__(self, *groups: Leaves) -> tuple[tuple[Formed, ...], Second]:
+        """Return what the first part returns, and the second part, to be called once."""
+        formed = [*map(_known, groups)]
+        return self.build(*formed).first(formed)
 
     @torch.no_grad()  # what the function closes over may require a gradient, and would leave a graph
-    def __call__(self, *groups: Leaves) -> tuple[Formed, ...]:
-        formed = [group if isinstance(group, Formed) else Formed(group) for group in groups]
-        key = (*(group.form for group in formed), *_surroundings())
+    def build(self, *groups: Formed) -> Built:
+        key = (*(group.form for group in groups), *_surroundings())
         if key not in self.built:
             if len(self.built) == _LIMIT:
                 raise RuntimeError(
@@ -71,45 +84,118 @@ class Compiled:
                     "Bring batches to a few shapes, or pass compile=False."
                 )
             begin = time.perf_counter()
-            logger.info("compiling a step %s, once for each shape of batches", self.function.__name__)
+            logger.info("compiling a step, once for each shape of batches")
+            later = tuple(Formed(group) for group in self.later(groups))
             with TwiceDifferentiable(), stopped_gradients.recording() as record:
-                built = _build(self.function, formed, record)
+                built = _build(self.function, groups, later, record)
                 if self.checked:
-                    check_agreement(built(formed), self.function, formed)
+                    self._check(built, groups, later)
             self.built[key] = built
             logger.info("compiled it in %.1f s", time.perf_counter() - begin)
-        return self.built[key](formed)
+        return self.built[key]
+
+    def _check(self, built: Built, groups: Sequence[Formed], later: tuple[Formed, ...]) -> None:
+        first, second = built.first(groups)
+        count = len(groups)
+
+        def both(*groups: Leaves) -> Groups:
+            first, second = self.function(groups[:count], groups[count:])
+            return (*first, *second)
+
+        check_agreement([*first, *second(*later)], both, [*groups, *later])
 
 
-class _Built(NamedTuple):
-    """A compiled function of tensors, the forms of the lists into which its result is cut, and what was
-    recorded of its derivatives while it was traced.
-    """
+class Built(NamedTuple):
+    """Both parts, compiled; the forms of what they take and return; and what was recorded of derivatives."""
 
-    run: Callable[..., list[Tensor]]
-    forms: tuple[Form, ...]
+    run_first: Callable[..., list[Tensor]]
+    run_second: Callable[..., list[Tensor]]
+    needed: list[int]  # by the second part, as places in all that there is when it is called
+    first_forms: tuple[Form, ...]
+    later_forms: tuple[Form, ...]
+    second_forms: tuple[Form, ...]
     record: Record
+    bytes_kept: int
 
-    def __call__(self, groups: list[Formed]) -> tuple[Formed, ...]:
+    def first(self, groups: Sequence[Formed]) -> tuple[tuple[Formed, ...], Second]:
         stopped_gradients.add(self.record)
-        lists = _cut(self.run(*_tensors(groups)), [len(form.described) for form in self.forms])
-        return tuple(map(Formed, lists, self.forms))
+        given = _tensors(groups)
+        returned = self.run_first(*given)
+        there = [*given, *returned]
+        kept = [there[place] if place < len(there) else None for place in self.needed]
+        return _formed(returned, self.first_forms), Second(self, kept, len(there))
 
 
-def _build(function: Callable[..., tuple[Leaves, ...]], groups: list[Formed], record: Record) -> _Built:
+class Second(NamedTuple):
+    """The second part of a call, with what it needs of the first: None stands for what it is given."""
+
+    built: Built
+    kept: list[Tensor | None]
+    earlier: int  # tensors there before those that it is given
+
+    def __call__(self, *later: Leaves) -> tuple[Formed, ...]:
+        formed = [
+            group if group.form is form else Formed(x.contiguous() for x in group)
+            for group, form in zip(map(_known, later), self.built.later_forms, strict=True)
+        ]
+        given = _tensors(formed)
+        needed = [
+            given[place - self.earlier] if x is None else x
+            for place, x in zip(self.built.needed, self.kept, strict=True)
+        ]
+        return _formed(self.built.run_second(*needed), self.built.second_forms)
+
+
+def _build(function: Parts, groups: Sequence[Formed], later: Sequence[Formed], record: Record) -> Built:
     import torch._inductor  # takes a second: for those who compile
 
-    sizes: list[int] = []
+    from metafop.hypergradients.joint_graph import cut
+
+    given, then = (_tensors([group.form.examples() for group in part]) for part in (groups, later))
+    graph, sizes = _traced(function, groups, later, [*given, *then])
+    _refuse_random(graph)
+    first, second, needed = cut(graph, [*given, *then], len(given), sum(sizes[0]))
+    run_first: Any = torch._inductor.compile(first, [*given], _OPTIONS)
+    del given, then  # as large as all that a step takes
+    given = _tensors(groups)
+    returned = run_first(*given)
+    there = [*given, *returned, *_tensors(later)]
+    examples: list[Any] = [there[place] for place in needed]
+    run_second: Any = torch._inductor.compile(second, examples, _OPTIONS)
+    made = run_second(*examples)
+    return Built(
+        run_first,
+        run_second,
+        needed,
+        _forms(returned, sizes[0]),
+        tuple(group.form for group in later),
+        _forms(made, sizes[1]),
+        record,
+        bytes_kept=sum(x.nbytes for x in returned[sum(sizes[0]) :]),
+    )
+
+
+def _traced(
+    function: Parts, groups: Sequence[Formed], later: Sequence[Formed], examples: list[Tensor]
+) -> tuple[GraphModule, tuple[list[int], list[int]]]:
+    """Return the graph of both parts, and the lengths of the lists that each returns."""
+    from metafop.hypergradients.joint_graph import traced
+
+    sizes: list[list[int]] = []
 
     def flat(*tensors: Tensor) -> list[Tensor]:
         found = iter(tensors)
-        returned = function(*([each and next(found) for each in group.form.described] for group in groups))
-        sizes[:] = map(len, returned)
-        return [x for group in returned for x in group]
+        given, then = (
+            tuple([each and next(found) for each in group.form.described] for group in part)
+            for part in (groups, later)
+        )
+        parts = function(given, then)
+        sizes[:] = [list(map(len, part)) for part in parts]
+        return [x for part in parts for group in part for x in group]
 
-    examples: list[Any] = _tensors([group.form.examples() for group in groups])
     try:
-        graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*examples)
+        with torch.enable_grad():
+            graph = traced(flat, examples)
     except RuntimeError as error:
         if "data-dependent" not in str(error):
             raise
@@ -117,11 +203,19 @@ def _build(function: Callable[..., tuple[Leaves, ...]], groups: list[Formed], re
             "A step whose Python reads the values of tensors cannot be compiled. "
             "Use torch.where in the loss, or compile=False."
         ) from error
-    _refuse_random(graph)
-    run: Any = torch._inductor.compile(graph, examples, _OPTIONS)
-    del examples  # as large as all that a step takes
-    forms = tuple(Formed(leaves).form for leaves in _cut(run(*_tensors(groups)), sizes))
-    return _Built(run, forms, record)
+    return graph, (sizes[0], sizes[1])
+
+
+def _forms(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Form, ...]:
+    return tuple(Formed(leaves).form for leaves in _cut(tensors, sizes))
+
+
+def _known(group: Leaves) -> Formed:
+    return group if isinstance(group, Formed) else Formed(group)
+
+
+def _formed(tensors: list[Tensor], forms: tuple[Form, ...]) -> tuple[Formed, ...]:
+    return tuple(map(Formed, _cut(tensors, [len(form.described) for form in forms]), forms))
 
 
 def _refuse_random(graph: GraphModule) -> None:
@@ -137,8 +231,15 @@ def _refuse_random(graph: GraphModule) -> None:
 
 
 # Kernels are called from C++. Data keep their layout: torch's compiler would turn those of each convolution
-# by themselves, and copy them for each that reads them.
-_OPTIONS: dict[str, Any] = {"cpp_wrapper": True, "layout_optimization": False}
+# by themselves, and copy them for each that reads them. The instructions that the processor names are used
+# without a test program for each, and torch's headers are not compiled apart for the two functions that are
+# built: both together take half of the time of a build.
+_OPTIONS: dict[str, Any] = {
+    "cpp_wrapper": True,
+    "layout_optimization": False,
+    "cpp.vec_isa_ok": True,
+    "cpp_cache_precompile_headers": False,
+}
 _LIMIT = 64
 
 

@@ -3,73 +3,84 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from metafop import tree
 from metafop.hypergradients.channels_last import channels_last, takes_channels_last
-from metafop.hypergradients.compiled import Compiled, Formed, Leaves
+from metafop.hypergradients.checks.hessian import noise
+from metafop.hypergradients.compiled import Compiled, Formed, Groups, Leaves, Second
 from metafop.hypergradients.outer_loss import Cotangent
 from metafop.hypergradients.per_training_cache import PerTraining
+from metafop.hypergradients.recorded_step import recorded
 from metafop.hypergradients.step_vjp import StepVJP
 from metafop.hypergradients.validation import batch_at
 from metafop.protocols import Batches, Trains
-from metafop.types import Batch, Meta, Seen
+from metafop.types import Meta, Seen
 
 
 class CompiledSteps:
     """Steps that torch's compiler builds, once for a training and for each form of batches.
 
-    A step back is given what the step saw, and leaves out the gradient.
+    A step and its step back are one graph, cut in two: what the step back needs of the step is kept.
     """
 
-    reuses_gradients = True
+    evaluates_again = False
 
-    def __init__(self, step_vjp: StepVJP, meta: Meta, carry: Any, batches: Batches, checked: bool) -> None:
-        self.training, self.step_vjp, self.batches, self.checked = (
-            step_vjp.training,
-            step_vjp,
-            batches,
-            checked,
-        )
+    def __init__(
+        self,
+        step_vjp: StepVJP,
+        recordable: bool,
+        meta: Meta,
+        carry: Any,
+        batches: Batches,
+        checked: bool,
+    ) -> None:
+        self.training, self.batches = step_vjp.training, batches
+        self._key = (step_vjp.over, step_vjp.depends_on_value, recordable, checked)
         leaves, self._meta_structure = tree.flatten(meta)
         self._meta, self._carry_structure = Formed(leaves), tree.flatten(carry)[1]
         self._first = (meta, carry)
-        self._functions: dict[tree.Structure, _Functions] = {}  # by the structure of a batch
+        self._functions: dict[tree.Structure, Compiled] = {}  # by the structure of a batch
 
-    def start(self, carry: Any) -> Leaves:
+    @property
+    def bytes_recorded(self) -> int:
+        batch, compiled = self._at(0)
+        carry = self.start(self._first[1])
+        return tree.size(self._first[1]) + compiled.build(self._meta, carry, Formed(batch)).bytes_kept
+
+    def start(self, carry: Any) -> Formed:
         return Formed(tree.leaves(carry))
 
     def carry(self, kept: Leaves) -> Any:
         return tree.unflatten(kept, self._carry_structure)
 
-    def start_grads(self, grads: Meta) -> Leaves:
-        return [x.contiguous() for x in tree.leaves(grads)]  # as a step back returns them
+    def start_grads(self, grads: Meta) -> Formed:
+        return Formed(x.contiguous() for x in tree.leaves(grads))
 
     def meta_grads(self, grads: Leaves) -> Meta:
         return tree.unflatten(grads, self._meta_structure)
 
-    def forward(self, t: int, kept: Leaves) -> tuple[Leaves, list[Tensor]]:
-        batch, functions = self._at(t)
-        after, seen = functions.forward(self._meta, kept, batch)
-        return after, seen
+    def forward(self, t: int, kept: Leaves) -> tuple[Leaves, list[Tensor], Second]:
+        batch, compiled = self._at(t)
+        (after, seen), second = compiled(self._meta, kept, batch)
+        return after, seen, second
 
     def backward(
-        self, t: int, kept: Leaves, grads: Leaves, cotangent: Cotangent, seen: list[Tensor]
+        self, t: int, kept: Leaves, record: Second, grads: Leaves, cotangent: Cotangent
     ) -> tuple[Leaves, Cotangent, Tensor, list[Tensor]]:
-        batch, functions = self._at(t)
-        grads, cotangent, (size,), again = functions.backward(self._meta, kept, batch, grads, cotangent, seen)
-        return grads, cotangent, size, again
+        grads, cotangent, (size,) = record(grads, cotangent)
+        return grads, cotangent, size, []
 
-    def _at(self, t: int) -> tuple[Leaves, _Functions]:
-        """Return the leaves of a batch, and the functions for batches of its structure."""
+    def _at(self, t: int) -> tuple[Leaves, Compiled]:
+        """Return the leaves of a batch, and the function for batches of its structure."""
         batch, structure = tree.flatten(batch_at(self.batches, t))
         check_compilable(batch, t)
         if structure not in self._functions:
             structures = (self._meta_structure, self._carry_structure, structure)
-            key = (structures, self.step_vjp.over, self.step_vjp.depends_on_value, self.checked)
+            key = (structures, *self._key)
             self._functions[structure] = _functions(self.training, key)
         return channels_last(batch) if self._lays_channels_last else batch, self._functions[structure]
 
@@ -98,49 +109,47 @@ def check_compilable(batch: Leaves, t: int) -> None:
             )
 
 
-class _Functions(NamedTuple):
-    """forward(meta, carry, batch) -> (carry, seen)        seen = [value, *gradients, *buffers]
-
-    backward(meta, carry, batch, grads, λ, seen) -> (grads, λ, [‖λ‖], [value again])
-    """
-
-    forward: Compiled
-    backward: Compiled
-
-
-def _compiled(training: Trains, key: tuple) -> _Functions:
-    structures, over, depends_on_value, checked = key
+def _compiled(training: Trains, key: tuple) -> Compiled:
+    """Return (meta, carry, batch), (grads, λ) -> (carry, seen), (grads, λ, [‖λ‖]), compiled."""
+    structures, over, depends_on_value, recordable, checked = key
     step_vjp = StepVJP(training, over, depends_on_value)
 
-    def trees(*leaves: Leaves) -> tuple[Any, Any, Batch]:
-        return tuple(map(tree.unflatten, leaves, structures))
+    def step(given: Groups, later: Groups) -> tuple[Groups, Groups]:
+        meta, carry, batch = map(tree.unflatten, given, structures)
+        grads, cotangent = later
+        if recordable:
+            after, seen, graph = recorded(training, meta, carry, batch)
+            pulled = graph.pull(cotangent)
+        else:
+            seen = training.evaluate(meta, carry, batch)
+            after, _ = training.advance(meta, carry, seen)
+            d_meta, d_carry, _ = step_vjp(meta, carry, batch, cotangent, seen)
+            pulled = [*tree.leaves(d_meta), *d_carry]
+        grads = [g if d is None else g + d for g, d in zip(grads, pulled, strict=False)]
+        cotangent = [
+            torch.zeros_like(c) if d is None else d.contiguous()
+            for c, d in zip(cotangent, pulled[len(grads) :], strict=True)
+        ]
+        return (tree.leaves(after), _listed(seen)), (grads, cotangent, [tree.norm(cotangent)])
 
-    def forward(*leaves: Leaves) -> tuple[Leaves, ...]:
-        meta, carry, batch = trees(*leaves)
-        seen = training.evaluate(meta, carry, batch)
-        after, _ = training.advance(meta, carry, seen)
-        gradients = [part[k] for part in (seen.grads, seen.cotangent) if part for k in carry.params]
-        return tree.leaves(after), [seen.value, *gradients, *(seen.buffers[k] for k in carry.buffers)]
+    def later(given: Groups) -> Groups:
+        """Return zeros for what the derivative in meta is so far, and random numbers for λ."""
+        meta, carry, _ = given
+        rng = Generator().manual_seed(0)
+        floats = [x for x in carry if x.is_floating_point()]
+        return [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in meta], [
+            noise(x, rng) for x in floats
+        ]
 
-    def backward(
-        meta_leaves: Leaves, leaves: Leaves, batch: Leaves, grads: Leaves, cotangent: Leaves, kept: Leaves
-    ) -> tuple[Leaves, ...]:
-        meta, carry, batch = trees(meta_leaves, leaves, batch)
-        seen = _unpacked(kept, carry)
-        d_meta, cotangent, again = step_vjp(meta, carry, batch, cotangent, seen)
-        return tree.add(grads, tree.leaves(d_meta)), cotangent, [tree.norm(cotangent)], [again.value]
-
-    return _Functions(Compiled(forward, checked), Compiled(backward, checked))
+    return Compiled(step, later, checked)
 
 
-def _unpacked(kept: Leaves, carry: Any) -> Seen:
-    """Return what a step saw: the loss, its gradients, those of a validation loss if any, buffers."""
-    value, *others = kept
-    count, rest = len(carry.params), len(others) - len(carry.buffers)
-    of_params = [dict(zip(carry.params, others[i : i + count], strict=True)) for i in range(0, rest, count)]
-    buffers = dict(zip(carry.buffers, others[rest:], strict=True))
-    return Seen(value, of_params[0], buffers, of_params[1] if len(of_params) > 1 else ())
+def _listed(seen: Seen) -> list[Tensor]:
+    """Return the loss and, where the gradient may depend on buffers, the gradients: it is looked whether."""
+    if not any(map(tree.is_inexact, seen.buffers.values())):
+        return [seen.value]
+    return [seen.value, *seen.grads.values()]
 
 
-# The same functions each time, so that they are compiled once.
+# The same function each time, so that it is compiled once.
 _functions = PerTraining(_compiled)

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.func import vjp
 
-from metafop import tree
+from metafop import stopped_gradients, tree
 from metafop.hypergradients.graphs import with_constant_buffers
 from metafop.hypergradients.inputs import Inputs, inputs_of
 from metafop.hypergradients.locked_jvp import jvp
 from metafop.hypergradients.per_training_cache import PerTraining
+from metafop.hypergradients.recorded_step import recorded
 from metafop.hypergradients.step_vjp import Over, gradients
 from metafop.protocols import Trains
 from metafop.twice_differentiable import TwiceDifferentiable
@@ -25,11 +26,13 @@ class Differentiation(NamedTuple):
     """How to differentiate a gradient.
 
     `over` is the mode that torch can do, `written_out` says whether operations of torch must be written out
-    for it, `unrecorded` whether torch.autograd is to be switched off meanwhile.
+    for it, `recordable` whether torch.autograd alone can record the steps, `unrecorded` whether it is to be
+    switched off meanwhile.
     """
 
     over: Over
     written_out: bool
+    recordable: bool
     unrecorded: bool
     notes: tuple[str, ...]
 
@@ -45,22 +48,33 @@ class Differentiation(NamedTuple):
 
 def differentiation(training: Trains, over: Over, meta: Meta, carry: Any, batch: Batch) -> Differentiation:
     """Return how the gradient of a training is differentiated, `over` the asked mode if torch can do it."""
-    inside_vmap = tree.is_transforming() and not tree.is_differentiating()
-    return _found(training, (over, inside_vmap), meta, carry, batch)
+    inside = tree.is_transforming()
+    return _found(training, (over, inside, inside and not tree.is_differentiating()), meta, carry, batch)
 
 
-def _find(training: Trains, key: tuple[Over, bool], meta: Meta, carry: Any, batch: Batch) -> Differentiation:
-    (over, inside_vmap), notes, inputs = key, [], inputs_of(meta, with_constant_buffers(carry))
+def _find(
+    training: Trains, key: tuple[Over, bool, bool], meta: Meta, carry: Any, batch: Batch
+) -> Differentiation:
+    (over, inside, inside_vmap), notes, inputs = key, [], inputs_of(meta, with_constant_buffers(carry))
     with TwiceDifferentiable() as operations:
         if over == "forward" and (reason := _forward_fails(training, inputs, batch)):
             over = "reverse"
             notes.append(reason)
         unrecorded = inside_vmap and _works_unrecorded(training, inputs, batch)
-        training.evaluate(meta, inputs.carry, batch)
-    return Differentiation(over, operations.used, unrecorded, tuple(notes))
+        recordable = over == "reverse" and not inside and _is_recordable(training, meta, carry, batch)
+        if not recordable:
+            training.evaluate(meta, inputs.carry, batch)
+    return Differentiation(over, operations.used, recordable, unrecorded, tuple(notes))
 
 
 _found = PerTraining(_find)
+
+
+def _is_recordable(training: Trains, meta: Meta, carry: Any, batch: Batch) -> bool:
+    """Return whether torch.autograd alone can record a step, without a transform of torch.func."""
+    with stopped_gradients.recording() as record:
+        recorded(training, meta, carry, batch)
+    return not record.transformed
 
 
 def _forward_fails(training: Trains, inputs: Inputs, batch: Batch) -> str:

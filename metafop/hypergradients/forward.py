@@ -128,7 +128,7 @@ class Forward:
                 sizes = torch.cat([sizes, tree.norm(tangents)[None]])
                 if self.progress is not None:
                     self.progress("forward", t + 1, steps)
-                if t == repeats_after(steps, self.skip):
+                if "repeat" not in self.skip and t == repeats_after(steps):
                     again = training.evaluate(meta, start, batch_at(batches, 0)).value
                     check_repeated(0, [values[0]], [again], rounding(values[:1].unbind())[0])
             outer = differentiated(outer_loss, meta, after)

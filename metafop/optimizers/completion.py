@@ -2,12 +2,12 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from metafop import tree
@@ -108,7 +108,7 @@ class ByAutograd:
 
     def update(self, hyper: Any, params: Params, opt: Tree, direction: Params) -> tuple[Params, Tree]:
         versions = None if torch.compiler.is_compiling() else [p._version for p in params.values()]
-        with _numbers_refused(self):
+        with _numbers_refused(self, (hyper, params, opt, direction)):
             returned = self._updated(hyper, params, opt, direction)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(
@@ -130,7 +130,7 @@ class ByAutograd:
                 ) from error
             raise
         except RuntimeError as error:
-            if "mutate a captured Tensor" in str(error):
+            if re.search("mutate a captured Tensor|in-place operation", str(error)):
                 raise ValueError(_WRITES.format(self)) from error
             raise
 
@@ -171,7 +171,7 @@ class _NumbersRefused(TorchFunctionMode):
         if (
             func in TO_NUMBERS
             and func is not torch.as_tensor
-            and any(isinstance(x, Tensor) and tree.is_tracked(x) for x in args)
+            and any(tree.is_tracked_from(x, 0) for x in args)
         ):
             raise NotImplementedError(
                 f"The update of {self.rule} takes a number out of a tensor ({func.__name__}), so that the "
@@ -180,8 +180,8 @@ class _NumbersRefused(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _numbers_refused(rule: Any) -> AbstractContextManager[Any]:
-    if torch.compiler.is_compiling() or not tree.is_differentiating():
+def _numbers_refused(rule: Any, given: Any) -> AbstractContextManager[Any]:
+    if torch.compiler.is_compiling() or not any(tree.is_tracked_from(x, 0) for x in tree.leaves(given)):
         return nullcontext()
     return _NumbersRefused(rule)
 

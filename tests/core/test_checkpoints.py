@@ -225,6 +225,7 @@ def test_torch_load_reads_every_state_of_the_library():
         "Trained",
         "Verdict",
     }  # of a call, or made for a person
+    inside |= {"Built", "Cut", "RecordedStep", "Second"}  # of a step that is recorded or compiled
     inside |= {
         "MeanGradient",
         "MetaAndStart",

@@ -24,7 +24,7 @@ from metafop.hypergradients import (
 )
 from metafop.hypergradients.step_jvp import StepJVP
 from metafop.hypergradients.step_vjp import StepVJP
-from metafop.hypergradients.steps import EagerSteps
+from metafop.hypergradients.steps import RecordedSteps
 from metafop.preconditioners import gram
 from metafop.verify import Report
 
@@ -117,44 +117,58 @@ def unlooked(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[]
 
 ALL, IN_META = ("hyper", "precond", "loss", "start"), ("hyper", "precond", "loss")
 back, ahead = unlooked(Adjoint), unlooked(Forward)
-step_back = partial(Mutant, EagerSteps, "backward", check=back, parts=ALL)
-PULL, EARLY = "step_vjp(self.meta, kept, batch, cotangent)", "cotangent = pulled if t else cotangent"
+pushed = unlooked(Adjoint, over="forward")  # whose steps torch.func takes
+forward_again = partial(Mutant, RecordedSteps, "forward", check=back, parts=ALL)
+step_back = partial(Mutant, RecordedSteps, "backward", check=back, parts=ALL)
+PULL, EARLY = "step_vjp(meta, before, batch, cotangent)", "cotangent = pulled if t else cotangent"
 BACK = {
     "no mixed derivative": Mutant(
+        module("hypergradients.steps"),
+        "recorded",
+        "evaluate(own_meta,",
+        "evaluate(meta,",
+        back,
+        ("loss",),
+    ),
+    "no Hessian": Mutant(
+        module("hypergradients.steps"),
+        "recorded",
+        "evaluate(own_meta, constant",
+        "evaluate(own_meta, carry",
+        back,
+        ALL,
+    ),
+    "no mixed derivative, by torch.func": Mutant(
         module("hypergradients.step_vjp"),
         "inputs_of",
         ", *leaves]",
         "]",
-        back,
+        unlooked(ReversibleAdjoint),
         ("loss",),
     ),
-    "no Hessian": Mutant(StepVJP, "__call__", "d_floats[place] + d", "d_floats[place]", back, ALL),
+    "no Hessian, by torch.func": Mutant(
+        StepVJP, "__call__", "d_floats[place] + d", "d_floats[place]", pushed, ALL
+    ),
     "no mixed derivative, differentiated forward": Mutant(
-        StepVJP,
-        "_over_forward",
-        "*pulling[1](d_read)[0]",
-        "*tree.zeros_like(leaves)",
-        unlooked(Adjoint, over="forward"),
-        ("loss",),
+        StepVJP, "_over_forward", "*pulling[1](d_read)[0]", "*tree.zeros_like(leaves)", pushed, ("loss",)
     ),
-    "at the carry after the step": step_back("meta, kept, batch", "meta, self.forward(t, kept)[0], batch"),
-    "with the buffers after the step": step_back(
-        "meta, kept, batch", "meta, kept._replace(buffers=self.forward(t, kept)[0].buffers), batch"
+    "at the carry after the step": forward_again(
+        "meta, kept,", "meta, self.training.step(self.meta, kept, batch_at(self.batches, t))[0],"
     ),
-    "on the batch of the step before": step_back("batch_at(self.batches, t)", "self.batches[t - 1]"),
+    "on the batch of the step before": forward_again("batch_at(self.batches, t)", "self.batches[t - 1]"),
     "the last step left out": step_back(
-        "tree.add(grads, d_meta)",
-        "tree.add(grads, d_meta) if self.batches[t + 1 :] else grads",
-        parts=IN_META,
+        "x if d is None else x + d", "x if d is None or not self.batches[t + 1 :] else x + d", parts=IN_META
     ),
     "a start of one step later": step_back(
-        f"cotangent, again = self.{PULL}", f"pulled, again = self.{PULL}; {EARLY}", parts=("start",)
+        "torch.zeros_like(x) if d is None else d",
+        "torch.zeros_like(x) if d is None or t == 0 else d",
+        parts=("start",),
     ),
     "a start of one step later, reversible": Mutant(
         ReversibleAdjoint,
         "_there_and_back",
-        "cotangent, again = step_vjp(meta, before, batch, cotangent)",
-        f"pulled, again = step_vjp(meta, before, batch, cotangent); {EARLY}",
+        f"cotangent, again = {PULL}",
+        f"pulled, again = {PULL}; {EARLY}",
         unlooked(ReversibleAdjoint),
         ("start",),
     ),

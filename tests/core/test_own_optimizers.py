@@ -222,7 +222,11 @@ VALUES = {"lr": 0.1, "alpha": 0.9, "eps": 1e-3}
         "a number taken out": (Lars(), 0.1, ["Lars()", "number out of a tensor", "Compute with tensors"]),
         "in place": (InPlace(), 0.1, ["InPlace()", "writes in"]),
         "no state": (ParamsAlone(), 0.1, ["ParamsAlone()", "(params, opt)", "dict"]),
-        "a pattern for a number": (Lars(), {"*": 0.1}, ["Lars()", "dict by pattern", "at(hyper.lr, name)"]),
+        "a pattern for a number": (
+            Unguarded(),
+            {"*": 0.1},
+            ["Unguarded()", "dict by pattern", "at(hyper.lr, name)"],
+        ),
     },
 )
 def test_an_update_that_cannot_be_differentiated_is_refused(rule, lr, words):

@@ -205,8 +205,8 @@ def test_a_root_of_the_carries_is_held_at_once_all_told():
         given = training, lambda carry: carry.params["w"].sum(), meta, carry, steps * [torch.zeros(())]
         return peak_of_tensors(lambda: Adjoint("sqrt")(*given)) / tree.size(carry)
 
-    assert 16 < peak(100) < 20
-    assert 30 < peak(900) < 34
+    assert 16 < peak(100) < 20.1
+    assert 42 < peak(900) < 48  # √(2T) carries, and what one step back needs
 
 
 def test_what_was_compiled_for_one_tensor_twice_is_not_used_for_two():

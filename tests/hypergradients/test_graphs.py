@@ -67,17 +67,17 @@ def test_an_estimate_inside_vmap_holds_no_graph(make, estimator):
 @every("make", NORMS)
 def test_no_graph_is_held_between_the_steps_of_a_backward_pass(make, monkeypatch):
     """λ, which goes from step to step, would hold the graphs of all of them."""
-    from metafop.hypergradients import step_vjp
+    from metafop.hypergradients.steps import RecordedSteps
 
     returned = []
-    step = step_vjp.StepVJP.__call__
+    backward = RecordedSteps.backward
 
     def watched(*arguments):
-        result = step(*arguments)
+        result = backward(*arguments)
         returned.extend(x for x in tree.leaves(result[:2]))
         return result
 
-    monkeypatch.setattr(step_vjp.StepVJP, "__call__", watched)
+    monkeypatch.setattr(RecordedSteps, "backward", watched)
     adjoint(*normed(make, adjoint))
     assert returned
     assert not any(x.requires_grad for x in returned)

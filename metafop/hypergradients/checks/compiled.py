@@ -23,6 +23,12 @@ def check_agreement(compiled: Sequence[Leaves], function: Function, groups: Sequ
     allowed = [[_rounding(x, group) for x in group] for group in plain]
     if _worst(compiled, plain, allowed) is None:
         return
+    if _worst(_numbers(function, groups), plain, allowed) is not None:
+        raise ArithmeticError(
+            "A step comes out different when it is taken again, as with random numbers (pass seeded=True to "
+            "functional.from_module or functional.plain) or a counter in the loss. Make the loss a function "
+            "of its arguments."
+        )
     moved = _numbers(function, _moved(groups))
     allowed = [
         [limit + 100 * _gap(x, y) for limit, x, y in zip(*lists, strict=True)]

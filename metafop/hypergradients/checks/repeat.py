@@ -1,12 +1,13 @@
 """What is taken again must come out the same: a step, on the way back or between kept carries."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from metafop import tree
-from metafop.hypergradients.validation import Skip
 
 
 def check_repeated(t: int, first: Sequence[Tensor], again: Sequence[Tensor], atol: float = 0.0) -> None:
@@ -27,12 +28,29 @@ def check_repeated(t: int, first: Sequence[Tensor], again: Sequence[Tensor], ato
         )
 
 
-def repeats_after(steps: int, skip: Skip) -> int:
-    """Return the step after which the first is taken again, where no other is; -1 if that is skipped.
+@dataclass
+class FirstStep:
+    """The first step, which is taken again `after` a later one, to see whether it is the same."""
+
+    forward: Callable[[], tuple[Any, list[Tensor], Any]]  # its carry, what it sees, what else it returns
+    after: int
+    seen: list[Tensor] = field(default_factory=list)
+
+    def look(self, t: int, seen: list[Tensor]) -> None:
+        """Look at step t, which saw this."""
+        if t == 0:
+            self.seen = seen
+        if t == self.after:
+            check_repeated(0, self.seen, self.forward()[1])
+            self.seen = []
+
+
+def repeats_after(steps: int) -> int:
+    """Return the step after which the first is taken again, where no other is.
 
     As late as can be, and an odd number of steps after the first: what alternates is seen too.
     """
-    return -1 if "repeat" in skip else steps - 2 + steps % 2
+    return steps - 2 + steps % 2
 
 
 def rounding(values: Sequence[Tensor]) -> list[float]:
