@@ -86,10 +86,11 @@ class Compiled:
             begin = time.perf_counter()
             logger.info("compiling a step, once for each shape of batches")
             later = tuple(Formed(group) for group in self.later(groups))
-            with TwiceDifferentiable(), stopped_gradients.recording() as record:
+            with stopped_gradients.recording() as record:
                 built = _build(self.function, groups, later, record)
                 if self.checked:
-                    self._check(built, groups, later)
+                    with TwiceDifferentiable():
+                        self._check(built, groups, later)
             self.built[key] = built
             logger.info("compiled it in %.1f s", time.perf_counter() - begin)
         return self.built[key]
@@ -194,7 +195,7 @@ def _traced(
         return [x for part in parts for group in part for x in group]
 
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), TwiceDifferentiable():
             graph = traced(flat, examples)
     except RuntimeError as error:
         if "data-dependent" not in str(error):
