@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from metafop import tree
+from metafop.attention import WRITTEN_OUT
 from metafop.hidden_derivatives import hides_a_derivative_here
 from metafop.stopped_gradients import is_special
 
@@ -100,7 +101,7 @@ def has_foreign(value: Tensor, inputs: Iterable[Tensor]) -> bool:
         if node in known:
             continue
         known.add(node)
-        if isinstance(node, BackwardCFunction):
+        if isinstance(node, BackwardCFunction) and getattr(node, "_forward_cls", None) not in WRITTEN_OUT:
             return True
         waiting += [each for each, _ in node.next_functions]
     return False

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from metafop import tree
+from metafop.attention import fused_attention, serves
 from metafop.randomness.mode import unasked
 
 
@@ -23,7 +25,26 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(q kᵀ scale + mask) v, by torch's own unfused form: its fused one has no second derivative."""
+    """softmax(q kᵀ scale + mask) v, by torch's own unfused form: its fused one has no second derivative.
+
+    Outside of transforms it is fused where its second derivative is written out.
+    """
+    if not tree.is_transforming() and serves(query, key, value, attn_mask, dropout_p):
+        return fused_attention(query, key, value, is_causal, scale)
+    return unfused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def unfused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The same, unfused."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
     unfused = torch.ops.aten._scaled_dot_product_attention_math
@@ -46,11 +67,14 @@ class TwiceDifferentiable(TorchFunctionMode):
     """A context in which attention and weight norm are written out. `used` tells whether one was called.
 
     A mode of torch functions belongs to one thread alone.
+
+    fused: whether attention may be fused outside of transforms: not where the same step is also taken inside
+        one, and its bits are compared (False).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fused: bool = False) -> None:
         super().__init__()
-        self.used = False
+        self.used, self.fused = False, fused
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -60,11 +84,13 @@ class TwiceDifferentiable(TorchFunctionMode):
                 return _multi_head_attention(*args, **(kwargs or {}))
         written_out = _WRITTEN_OUT.get(func)
         self.used = self.used or written_out is not None
+        if self.fused and func is F.scaled_dot_product_attention:
+            return attention(*args, **(kwargs or {}))
         return (written_out or func)(*args, **(kwargs or {}))
 
 
 _multi_head_attention = unasked(F.multi_head_attention_forward)
 _WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
-    F.scaled_dot_product_attention: attention,
+    F.scaled_dot_product_attention: unfused_attention,
     torch._weight_norm: weight_norm,
 }

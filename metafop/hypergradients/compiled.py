@@ -89,7 +89,7 @@ class Compiled:
             with stopped_gradients.recording() as record:
                 built = _build(self.function, groups, later, record)
                 if self.checked:
-                    with TwiceDifferentiable():
+                    with TwiceDifferentiable(fused=True):
                         self._check(built, groups, later)
             self.built[key] = built
             logger.info("compiled it in %.1f s", time.perf_counter() - begin)
@@ -195,7 +195,7 @@ def _traced(
         return [x for part in parts for group in part for x in group]
 
     try:
-        with torch.enable_grad(), TwiceDifferentiable():
+        with torch.enable_grad(), TwiceDifferentiable(fused=True):
             graph = traced(flat, examples)
     except RuntimeError as error:
         if "data-dependent" not in str(error):

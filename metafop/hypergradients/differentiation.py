@@ -40,7 +40,7 @@ class Differentiation(NamedTuple):
     def context(self) -> Iterator[None]:
         """The context in which steps are to be taken."""
         with (
-            TwiceDifferentiable() if self.written_out else nullcontext(),
+            TwiceDifferentiable(fused=self.recordable) if self.written_out else nullcontext(),
             torch.no_grad() if self.unrecorded else nullcontext(),
         ):
             yield

@@ -14,7 +14,7 @@ LAYERS = [
     {"types", "log", "progress"},
     {"protocols"},
     {"tree", "patterns"},
-    {"randomness"},
+    {"randomness", "attention"},
     {"twice_differentiable", "hidden_derivatives", "norms"},
     {"stopped_gradients", "module_copies", "torch_errors"},
     {"recordable"},
