@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,24 @@ def recorded(training: Trains, meta: Meta, carry: Any, batch: Batch) -> tuple[An
     after, _ = training.advance(own_meta, constant, seen)
     step = RecordedStep(inputs, tree.partition(after)[0])
     return *detached((after, seen)), step
+
+
+@dataclass(frozen=True)
+class RecordedVJP:
+    """The derivatives of ⟨cotangent, carry after the step⟩ in meta and in the carry before the step."""
+
+    training: Trains
+
+    def __call__(
+        self, meta: Meta, carry: Any, batch: Batch, cotangent: Cotangent
+    ) -> tuple[Meta, Cotangent, Seen]:
+        _, seen, step = recorded(self.training, meta, carry, batch)
+        found = [
+            torch.zeros_like(x) if d is None else d
+            for x, d in zip(step.inputs, step.pull(cotangent), strict=True)
+        ]
+        leaves, structure = tree.flatten(meta)
+        return tree.unflatten(found[: len(leaves)], structure), found[len(leaves) :], seen
 
 
 def _bytes_recorded(training: Trains, _: Any, meta: Meta, carry: Any, batch: Batch) -> int:

@@ -15,9 +15,10 @@ from metafop.hypergradients.checks.buffers import MissedBuffers
 from metafop.hypergradients.checks.hessian import second_derivative
 from metafop.hypergradients.checks.leaves import look_at_leaves
 from metafop.hypergradients.checks.repeat import check_repeated
-from metafop.hypergradients.differentiation import differentiation
+from metafop.hypergradients.differentiation import Differentiation, differentiation
 from metafop.hypergradients.info import unroll_info
 from metafop.hypergradients.outer_loss import differentiated, value_of
+from metafop.hypergradients.recorded_step import RecordedVJP
 from metafop.hypergradients.step_vjp import StepVJP
 from metafop.hypergradients.validation import (
     Skip,
@@ -78,16 +79,16 @@ class ReversibleAdjoint:
             horizon(training, meta, carry, batches)
             how = differentiation(training, "reverse", meta, carry, batch_at(batches, 0))
             with how.context():
-                return self._there_and_back(path, outer_loss, how.notes)
+                return self._there_and_back(path, outer_loss, how)
 
-    def _there_and_back(self, path: _Path, outer_loss: OuterLoss, notes: tuple[str, ...]) -> Estimate:
+    def _there_and_back(self, path: _Path, outer_loss: OuterLoss, how: Differentiation) -> Estimate:
         training, meta, steps = path.training, path.meta, len(path.batches)
         missed = MissedBuffers(training, meta, path.carry, steps, self.skip)
         last, values, saved, integers = path.forward(missed, self._tell(steps))
         words = sum(x.numel() for x in tree.leaves((last.params, saved)))  # a store has one for each number
         value, cotangent, grads = differentiated(outer_loss, meta, last)
         sizes = [tree.norm(cotangent)]
-        step_vjp = StepVJP(training)
+        step_vjp = RecordedVJP(training) if how.recordable else StepVJP(training)
         with second_derivative(training, meta, "reverse", self.skip) as second:
             on_leaves = look_at_leaves(
                 training, "reverse", self.skip, outer_loss, meta, path.carry, path.batches
@@ -106,7 +107,7 @@ class ReversibleAdjoint:
                 nan: Any = tree.map(lambda x: torch.full_like(x, torch.nan), (meta, cotangent))
                 (grads, cotangent), sizes = nan, []
         buffers = missed.note(partial(value_of, outer_loss, meta), last, value)
-        notes = (*notes, *second.notes, *on_leaves, buffers)
+        notes = (*how.notes, *second.notes, *on_leaves, buffers)
         info = unroll_info(last, value, grads, values, sizes[::-1], notes)
         info["store_bits"] = torch.tensor(64 * words)
         info["bits_per_parameter_step"] = info["store_bits"] / (

@@ -139,12 +139,7 @@ BACK = {
         ALL,
     ),
     "no mixed derivative, by torch.func": Mutant(
-        module("hypergradients.step_vjp"),
-        "inputs_of",
-        ", *leaves]",
-        "]",
-        unlooked(ReversibleAdjoint),
-        ("loss",),
+        module("hypergradients.step_vjp"), "inputs_of", ", *leaves]", "]", pushed, ("loss",)
     ),
     "no Hessian, by torch.func": Mutant(
         StepVJP, "__call__", "d_floats[place] + d", "d_floats[place]", pushed, ALL
