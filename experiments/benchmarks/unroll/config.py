@@ -5,28 +5,40 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from experiments.benchmarks.unroll.methods import CLASSES, Case, convnet
+from experiments.benchmarks.unroll.cases import CLASSES, Case, convnet, images
+from experiments.benchmarks.unroll.rules import ADAM
+from experiments.language.tokens import draw_tokens
+from experiments.language.transformer import Transformer
 from experiments.runner.settings import FromZero, MayBeEmpty
 from experiments.vision import models
+
+Net = Literal["mlp", "cnn", "deep", "transformer"]
+
+HEADS, VOCABULARY = 4, 256  # of transformer
 
 
 @dataclass(frozen=True)
 class Config:
     """Differentiates through T steps in every tensor's learning rate: time, peak memory, and agreement."""
 
-    rounds: int = 15  # rounds, each method once in each; a third as many for cnn and deep, a fifth for small
+    # rounds, each method once in each; a third as many for cnn and deep, a fifth for transformer and small
+    rounds: int = 15
     horizon: int = 50  # steps of mlp and cnn
     deep_horizon: int = 256  # steps of deep
+    transformer_horizon: int = 8  # steps of transformer
     small_horizon: int = 2000  # steps of small, for the ways to take for long horizons
     long: int = 100  # steps of mlp, against twice as many; and of a reversible training, against ten times
-    batch: int = 128  # examples in a batch; half as many for cnn, a quarter for small
+    batch: int = 128  # examples in a batch; half as many for cnn, a quarter for small, 1/16 for transformer
     width: int = 100  # of the hidden layers of mlp
     deep_width: int = 256  # of the layers of deep
     small_width: int = 100  # of the hidden layers of small
     channels: int = 16  # of the first layer of cnn
+    layers: int = 4  # of transformer
+    transformer_width: int = 128  # a multiple of its 4 heads
+    length: int = 256  # tokens in a sequence
     checked: tuple[int, ...] = (20, 100)  # steps for which it is measured what the checks cost
     ways: bool = True  # measure every method. Without, what the checks cost alone
-    nets: MayBeEmpty[tuple[Literal["mlp", "cnn", "deep"], ...]] = ()  # measure every method on these alone
+    nets: MayBeEmpty[tuple[Net, ...]] = ()  # measure every method on these alone
     only_leaves: bool = False  # measure what a learned leaf of the loss costs alone
     only_long_horizons: bool = False  # measure small alone, with the ways for long horizons
     compiled: bool = True  # compile ours. Takes about a minute a case
@@ -37,19 +49,29 @@ class Config:
 
 
 def cases(config: Config) -> dict[str, Case]:
+    """Return the cases of every network, each with what all methods are given."""
     mlp = partial(models.mlp, 784, *3 * [config.width], CLASSES)
     cnn = partial(convnet, config.channels)
     deep = partial(models.mlp, *6 * [config.deep_width], CLASSES)
-    half, few = max(config.batch // 2, 2), max(config.rounds // 3, 1)  # batch norm needs two
+    width, length = config.transformer_width, config.length
+    transformer = partial(Transformer, config.layers, width, HEADS, length, VOCABULARY)
+    tokens = partial(draw_tokens, length=length, vocabulary=VOCABULARY)
+    half, sixteenth = max(config.batch // 2, 2), max(config.batch // 16, 1)  # batch norm needs two
+    third, fifth = max(config.rounds // 3, 1), max(config.rounds // 5, 1)
     return {
-        "mlp": Case(mlp, (784,), config.batch, config.horizon, config.rounds),
-        "cnn": Case(cnn, (3, 32, 32), half, config.horizon, few),
-        "deep": Case(deep, (config.deep_width,), config.batch, config.deep_horizon, few),
+        "mlp": Case(mlp, images(784), config.batch, config.horizon, config.rounds),
+        "cnn": Case(cnn, images(3, 32, 32), half, config.horizon, third),
+        "deep": Case(deep, images(config.deep_width), config.batch, config.deep_horizon, third),
+        "transformer": Case(transformer, tokens, sixteenth, config.transformer_horizon, fifth, ADAM),
     }
+
+
+def chosen(config: Config) -> dict[str, Case]:
+    """Return the cases of the nets that are asked for."""
+    return {name: case for name, case in cases(config).items() if not config.nets or name in config.nets}
 
 
 def small(config: Config) -> Case:
     """Return the case of long horizons: so small that all its carries fit into memory."""
     mlp = partial(models.mlp, 64, *2 * [config.small_width], CLASSES)
-    few = max(config.rounds // 5, 1)
-    return Case(mlp, (64,), max(config.batch // 4, 1), config.small_horizon, few)
+    return Case(mlp, images(64), max(config.batch // 4, 1), config.small_horizon, max(config.rounds // 5, 1))
