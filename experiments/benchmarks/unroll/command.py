@@ -1,19 +1,21 @@
 """What a hypergradient through many steps costs in time and memory: ours, the peers', and training alone."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
 from experiments.benchmarks.unroll import (
+    against_jax,
     check_costs,
+    compile_times,
     headline,
     leaf_costs,
     long_horizons,
     report,
 )
 from experiments.benchmarks.unroll.cases import Case
-from experiments.benchmarks.unroll.config import Config, cases, chosen, small
+from experiments.benchmarks.unroll.config import Config, cases, chosen, compiled_cases, jax_cases, small
 from experiments.benchmarks.unroll.measure import Result, alone, longer, measure, reversible_memory
 from experiments.benchmarks.unroll.methods import METHODS, PEERS
 from experiments.measuring.cold_start import cold_start
@@ -37,8 +39,7 @@ class Part(NamedTuple):
 
 def main(config: Config) -> None:
     wanted = parts(config)
-    if "ways" in wanted:
-        require("bench-unroll", dict.fromkeys(PEERS, "peers"))
+    require("bench-unroll", extras(wanted))
     experiment.begin(config)
     others = [part for name, part in PARTS.items() if name in wanted]
     results: dict[str, Result] = {}
@@ -69,23 +70,35 @@ def main(config: Config) -> None:
 
 def parts(config: Config) -> dict[str, int]:
     """Return the parts to measure, each with the number of times that it moves the progress bar."""
+    memories = len(against_jax.LABELS) if config.isolated else 0
     counts = {
         "checks": 1,
         "leaves": 1,
         "long horizons": len(long_horizons.WAYS) * (small(config).rounds + 1),
+        "jax": len(jax_cases(config)) * (1 + memories),
+        "compiling": sum(compile_times.PROCESSES * case.rounds for case in compiled_cases(config).values()),
         "ways": sum(len(METHODS) * (case.rounds + 2) for case in chosen(config).values()) + 2,
     }
     only = {
         "leaves": config.only_leaves,
         "long horizons": config.only_long_horizons,
+        "jax": config.only_jax,
+        "compiling": config.only_compiling,
     }
     if any(only.values()):
         asked = [name for name, alone in only.items() if alone]
     elif config.nets or not config.ways:
         asked = ["ways" if config.nets else "checks"]
     else:
-        asked = list(counts)
+        left_out = {"jax": not config.jax, "compiling": not (config.jax and config.compiled)}
+        asked = [name for name in counts if not left_out.get(name)]
     return {name: counts[name] for name in asked}
+
+
+def extras(wanted: Iterable[str]) -> dict[str, str]:
+    """Return the packages that these parts need, each with the extra that installs it."""
+    needed = {"ways": dict.fromkeys(PEERS, "peers"), "jax": {"jax": "jax"}, "compiling": {"jax": "jax"}}
+    return {package: extra for part in wanted for package, extra in needed.get(part, {}).items()}
 
 
 def checks(config: Config, tick: Tick) -> Summary:
@@ -110,4 +123,6 @@ PARTS = {
     "checks": Part(checks, check_costs.show),
     "leaves": Part(leaves, leaf_costs.show),
     "long horizons": Part(long_horizons.costs, long_horizons.show),
+    "jax": Part(against_jax.costs, against_jax.show),
+    "compiling": Part(compile_times.costs, compile_times.show),
 }
