@@ -110,8 +110,8 @@ COMMANDS = {
         "Learning rates for each step, layer and kind on MNIST, learned, against random one-cycle schedules.",
     ),
     "bench-online": Command(
-        "experiments.benchmarks.online",
-        "Times one online step over one plain step, on an MLP and on a 9-layer conv net, in one process.",
+        "experiments.benchmarks.online.command",
+        "Times one online step over one plain step, on an MLP, a 9-layer conv net and a small transformer.",
     ),
     "bench-unroll": Command(
         "experiments.benchmarks.unroll.command",

@@ -1,10 +1,13 @@
-"""A function called in a process of its own, in which nothing was held before."""
+"""A function called in a process of its own: in which nothing was held before, or nothing imported."""
 
 import multiprocessing
+import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
+from unittest.mock import patch
 
 from experiments.runner.processes import end_with_the_parent
 
@@ -13,8 +16,21 @@ def isolated(preload: Sequence[str], function: Callable[..., Any], *args: Any) -
     """Return `function(*args)`, called in a process forked from one that has only imported `preload`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(theirs, function, *args))
+    return _called(context.Process, function, *args)
+
+
+def fresh(variables: Mapping[str, str], function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, called in a new interpreter with these environment variables besides.
+
+    It has imported what the module of the function imports, and nothing else.
+    """
+    with patch.dict(os.environ, variables):
+        return _called(multiprocessing.get_context("spawn").Process, function, *args)
+
+
+def _called(start: Callable[..., BaseProcess], function: Callable[..., Any], *args: Any) -> Any:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = start(target=_answer, args=(theirs, function, *args))
     process.start()
     theirs.close()  # so that we see when the process is gone
     try:

@@ -17,7 +17,7 @@ ROOT = Path(experiments.__file__).parent
 LAYERS = [
     {"data", "reporting"},
     {"runner"},
-    {"vision", "measuring"},
+    {"vision", "language", "measuring"},
     {"paper", "studies", "benchmarks"},
 ]
 LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages}

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
-from experiments.benchmarks.unroll.methods import Case, estimates
+from experiments.benchmarks.unroll.cases import Case
+from experiments.benchmarks.unroll.config import Config
+from experiments.benchmarks.unroll.methods import estimates
 from experiments.measuring.memory import peak_of_tensors
 from experiments.measuring.timing import percent
 from experiments.reporting.summary import Summary
@@ -49,9 +50,9 @@ def costs(
     return figures
 
 
-def show(out: Path, figures: Summary) -> None:
+def show(config: Config, figures: Summary) -> None:
     rows = [[name, str(value)] for name, value in figures.items() if name.startswith("checks_")]
-    show_table(out, "What the checks cost, with over without", ["figure", "percent or bytes"], rows)
+    show_table(config.out, "What the checks cost, with over without", ["figure", "percent or bytes"], rows)
 
 
 def _first(unroll: Any, estimator: Estimator, batches: Sequence[Any]) -> Any:

@@ -10,7 +10,7 @@ from experiments.reporting.summary import Summary
 
 SHOWN = {
     "fast": "metafop, compiled",
-    "fast, eager": "metafop, eager",
+    "eager, all": "metafop, eager",
     "torchopt": "torchopt",
     "higher": "higher",
 }

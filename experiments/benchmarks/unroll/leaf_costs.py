@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from experiments.benchmarks.unroll.methods import Batch, Case, Unroll, batch_loss, estimates
+from experiments.benchmarks.unroll.cases import Batch, Case, Unroll, batch_loss
+from experiments.benchmarks.unroll.config import Config
+from experiments.benchmarks.unroll.methods import estimates
 from experiments.measuring.memory import peak_of_tensors
 from experiments.measuring.timing import ratio
 from experiments.reporting.summary import Summary
@@ -73,13 +74,13 @@ def _compared(
     return {"time": ratio(seconds["learned"], seconds["held"]), "memory": round(peaks[0] / peaks[1], 4)}
 
 
-def show(out: Path, figures: Summary) -> None:
+def show(config: Config, figures: Summary) -> None:
     names = [
         name.removesuffix("_time") for name in figures if name.startswith("leaf_") and name.endswith("_time")
     ]
     rows = [[name, *(f"{figures[f'{name}_{what}']:.3f}" for what in ("time", "memory"))] for name in names]
     show_table(
-        out,
+        config.out,
         "What a learned leaf of the loss costs, over the same number held",
         ["case", "time", "memory"],
         rows,

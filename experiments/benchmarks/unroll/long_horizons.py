@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from experiments.benchmarks.unroll.cases import Batch, Unroll
 from experiments.benchmarks.unroll.config import Config, small
 from experiments.benchmarks.unroll.measure import WARMUP, alone
-from experiments.benchmarks.unroll.methods import Batch, Unroll, estimates
+from experiments.benchmarks.unroll.methods import estimates
 from experiments.measuring.memory import peak_of_tensors
 from experiments.measuring.timing import ratio, take_turns
 from experiments.reporting.summary import Summary

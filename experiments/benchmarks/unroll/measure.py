@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from experiments.benchmarks.unroll.cases import CLASSES, Case, images
 from experiments.benchmarks.unroll.config import Config, cases
-from experiments.benchmarks.unroll.methods import CLASSES, COMPILED, PEERS, Case, Grads, estimates, methods
+from experiments.benchmarks.unroll.methods import COMPILED, PEERS, estimates, methods
+from experiments.benchmarks.unroll.peers import Grads
 from experiments.measuring.isolation import isolated
 from experiments.measuring.memory import peak_of_tensors, peak_resident
 from experiments.measuring.timing import ratio, take_turns
@@ -81,7 +83,7 @@ def reversible_memory(config: Config) -> Summary:
     """Return what `reversible` keeps for ten times as many steps over that for as many."""
     torch.set_num_threads(config.threads)
     steps = config.long
-    small = Case(partial(models.mlp, 64, 32, CLASSES), (64,), 32, 10 * steps, rounds=1)
+    small = Case(partial(models.mlp, 64, 32, CLASSES), images(64), 32, 10 * steps, rounds=1)
     unroll = small.unroll(config.seed)
     estimate = estimates(unroll, ReversibleMomentum())
     found: list[Estimate] = []

@@ -8,7 +8,8 @@ from matplotlib.figure import Figure
 
 from experiments.benchmarks.unroll.config import Config
 from experiments.benchmarks.unroll.measure import Result
-from experiments.benchmarks.unroll.methods import PEERS, Grads
+from experiments.benchmarks.unroll.methods import PEERS
+from experiments.benchmarks.unroll.peers import Grads
 from experiments.measuring.timing import ratio
 from experiments.reporting.summary import Summary
 from experiments.reporting.tables import show_table
@@ -42,7 +43,17 @@ def figures_of(name: str, result: Result) -> Summary:
             best = min(resident[peer] for peer in PEERS)
             figures[f"{key(name, method)}_resident_vs_best_peer"] = round(resident[method] / best, 4)
             figures[f"{key(name, method)}_resident_mib"] = round(resident[method] / MIB, 2)
-    return figures
+    return figures | _plainly(name, figures)
+
+
+def _plainly(name: str, figures: Summary) -> Summary:
+    """Return what stands for a case as a whole: the figures of the way that is meant for it."""
+    net, _, _ = name.partition("_")
+    plain: Summary = {f"{net}_time_vs_plain_training": figures[f"{name}_fast_time_vs_training"]}
+    if net == "transformer":
+        for what in ("time", "memory"):
+            plain[f"{name}_{what}_vs_best_peer"] = figures[f"{name}_fast_{what}_vs_best_peer"]
+    return plain
 
 
 def key(name: str, method: str) -> str:

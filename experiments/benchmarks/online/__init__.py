@@ -1,0 +1,1 @@
+"""The cost of learning online, one step at a time."""

@@ -1,0 +1,1 @@
+"""A small language model, and the tokens that it is trained on."""
