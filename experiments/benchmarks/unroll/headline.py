@@ -9,8 +9,8 @@ from experiments.benchmarks.unroll.report import key
 from experiments.reporting.summary import Summary
 
 SHOWN = {
-    "fast": "metafop, compiled",
-    "eager, all": "metafop, eager",
+    "sqrt": "metafop, compiled",
+    "eager, frugal": "metafop, eager",
     "torchopt": "torchopt",
     "higher": "higher",
 }

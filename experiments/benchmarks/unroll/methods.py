@@ -17,7 +17,8 @@ Method = Callable[[Sequence[Batch]], Grads]  # one step for each batch
 
 COMPILED: dict[str, Adjoint] = {
     "fast": Adjoint(keep="all", compile=True),
-    "frugal": Adjoint(keep="sqrt", compile=True),
+    "sqrt": Adjoint(keep="sqrt", compile=True),
+    "frugal": Adjoint(keep="cbrt", compile=True),
     "log": Adjoint(keep="log", compile=True),
     "fast, forward": Adjoint(keep="all", compile=True, over="forward"),
 }
