@@ -217,6 +217,11 @@ def is_without_grad_from(level: int) -> bool:
     return any(not CGradInterpreterPtr(each).prevGradMode() for each in inner)
 
 
+def may_be_differentiated(x: Tensor) -> bool:
+    """Return whether a derivative may be taken through what is computed of `x`, now or in compiled code."""
+    return x.requires_grad or torch.compiler.is_compiling() or is_transforming()
+
+
 def is_surely(condition: Tensor) -> bool:
     """Return whether a `condition` is known to hold: inside transforms and compiled code it is not known."""
     unknown = torch.compiler.is_compiling() or is_transforming() or isinstance(condition, FakeTensor)
