@@ -164,7 +164,7 @@ class Adam:
     ) -> Params:
         """-lr c (1 - β1) / ((1 - β1ᵗ) D): through the first moment, the second held (docs/math.md, 13)."""
         numbers = _numbers(hyper, opt.time + 1, cotangent)
-        square = {k: _square(numbers[k], opt.square[k], direction[k]) for k in cotangent}
+        square = {k: _square(numbers[k], opt.square[k], _wide(direction[k])) for k in cotangent}
         return self.toward_after(hyper, AdamState(opt.time + 1, {}, square), cotangent)
 
     def toward_after(self, hyper: AdamHyper, opt: AdamState, cotangent: Params) -> Params:
@@ -197,19 +197,18 @@ def _parts(numbers: _Numbers, mean: Tensor, square: Tensor, d: Tensor) -> _Parts
 
 
 def _square(numbers: _Numbers, square: Tensor, d: Tensor) -> Tensor:
-    d = _wide(d)
     return torch.addcmul(numbers.beta2 * in_dtype(square, d.dtype), numbers.rest2 * d, d)
 
 
 def _wide(d: Tensor) -> Tensor:
-    """Return a direction in float32 or more: in half precision eps would round to zero."""
+    """Return it in float32 or more: in half precision eps would round to zero."""
     return in_dtype(d, torch.promote_types(d.dtype, torch.float32))
 
 
 def _root(x: Tensor) -> Tensor:
     """√x, with derivative zero at zero."""
-    if not tree.may_be_differentiated(x):  # what makes up for that takes six times as long as the root
-        return x.sqrt()
+    if not (x.requires_grad or torch.compiler.is_compiling() or tree.is_transforming()):
+        return x.sqrt()  # nobody takes it, and what is below takes six times as long
     positive = x > 0
     return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), 0.0)
 
