@@ -60,7 +60,14 @@ def scale(x: Tree, factor: float | Tensor) -> Tree:
 
 def where(condition: Tensor, x: Tree, y: Tree) -> Tree:
     """Return `x` where the `condition` holds and `y` where it does not, leaf by leaf."""
+    if is_surely(condition):  # all that is left out then is work
+        return x
     return map(lambda a, b: a if a is b else torch.where(condition, a, b), x, y)
+
+
+def zero_unless(condition: Tensor, x: Tree) -> Tree:
+    """Return `x` where the `condition` holds and zeros where it does not."""
+    return x if is_surely(condition) else map(lambda a: torch.where(condition, a, 0.0), x)
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
@@ -107,8 +114,10 @@ def named(x: Tree, prefix: str = "") -> dict[str, Tensor]:
     """
     if isinstance(x, Tensor):
         return {prefix: x}
-    inside = [named(child, f"{prefix}.{key}" if prefix else key) for key, child in _children(x)]
-    return {name: leaf for part in inside for name, leaf in part.items()}
+    found: dict[str, Tensor] = {}
+    for key, child in _children(x):
+        found.update(named(child, f"{prefix}.{key}" if prefix else key))
+    return found
 
 
 def map_named(function: Callable[[str, Any], Tensor], x: Tree, prefix: str = "") -> Tree:
@@ -215,11 +224,6 @@ def is_without_grad_from(level: int) -> bool:
     stack = get_interpreter_stack() or ()
     inner = (each for each in stack[level:] if each.key() == TransformType.Grad)
     return any(not CGradInterpreterPtr(each).prevGradMode() for each in inner)
-
-
-def may_be_differentiated(x: Tensor) -> bool:
-    """Return whether a derivative may be taken through what is computed of `x`, now or in compiled code."""
-    return x.requires_grad or torch.compiler.is_compiling() or is_transforming()
 
 
 def is_surely(condition: Tensor) -> bool:
