@@ -141,10 +141,9 @@ class Online:
         self.training.check(meta, carry)
         meta_opt = self.learned.init(meta)
         given = self._given(meta, carry, batch)
-        nothing = nothing_seen(carry, self.validation is not None)
+        # Copies, because later nothing in them will be one: torch.compile would compile twice.
+        last, nothing = tree.copy(carry), nothing_seen(tree.copy(carry), self.validation is not None)
         memory = self.training.init_memory(carry) if self.credit == "velocity" else ()
-        # A copy, because later no tensor of the two carries will be one: torch.compile would compile twice.
-        last = tree.copy(carry)
         taken = torch.zeros_like(nothing.value)
         return OnlineCarry(carry, meta, meta_opt, last, nothing, memory, taken, given)
 
