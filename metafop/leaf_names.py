@@ -50,7 +50,7 @@ def named(owner: str, learn: tuple[str, ...], meta: Meta | MetaAndStart) -> Leav
     """
     names = tree.named(meta)
     for part in learn:
-        if not any(_stands_for(part, name) for name in names):
+        if not any(_stands_for((part,), name) for name in names):
             if names_start((part,)) and not isinstance(meta, MetaAndStart):
                 raise ValueError(
                     f"{owner} cannot learn {part!r}, where a run starts, from within. Learn it with "
@@ -61,13 +61,13 @@ def named(owner: str, learn: tuple[str, ...], meta: Meta | MetaAndStart) -> Leav
                 "Name one of these, or what several start with, or give the training what is missing: a "
                 "preconditioner, or leaves of its loss by init_meta(loss=...)."
             )
-    return {name: leaf for name, leaf in names.items() if any(_stands_for(part, name) for part in learn)}
+    return {name: leaf for name, leaf in names.items() if _stands_for(learn, name)}
 
 
 def check_learnable(owner: str, learn: tuple[str, ...] | None, names: tuple[str, ...]) -> None:
     """Refuse to learn leaves that an estimator's own `learn` leaves out: zeros would stand for them."""
     for name in names:
-        learned = not names_start((name,)) if learn is None else any(_stands_for(p, name) for p in learn)
+        learned = not names_start((name,)) if learn is None else _stands_for(learn, name)
         if not learned:
             raise ValueError(
                 f"Unrolled learns {_short(name)!r}, and {owner} with learn={learn!r} gives no derivative in "
@@ -92,8 +92,9 @@ def domain(training: Trains, name: str) -> Domain:
     return found[int(rest.partition(".")[0])] if isinstance(found, tuple) else found
 
 
-def _stands_for(part: str, name: str) -> bool:
-    return any(each == part or each.startswith(f"{part}.") for each in (name, _short(name)))
+def _stands_for(learn: tuple[str, ...], name: str) -> bool:
+    """Return whether a leaf or the start of it is named in `learn`, in full or without "hyper."."""
+    return any(f"{name}.".startswith((f"{part}.", f"hyper.{part}.")) for part in learn)
 
 
 def _short(name: str) -> str:

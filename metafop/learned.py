@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # torch.compile does not follow annotations of inner functions
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -84,11 +84,11 @@ class Learned:
     def chained(self, meta: Meta | MetaAndStart, grads: LearnedTree) -> LearnedTree:
         """Return the derivatives in the coordinates of what is learned; zero in all else."""
         values = self.of(meta)
-        chained = {
-            name: self._domain(name).chain(values[name], h) if name in values else torch.zeros_like(h)
-            for name, h in tree.named(grads).items()
-        }
-        return tree.replace(grads, chained)
+
+        def chained(name: str, h: Tensor) -> Tensor:
+            return self._domain(name).chain(values[name], h) if name in values else torch.zeros_like(h)
+
+        return tree.map_named(chained, grads)
 
     def moved(
         self, outer_meta: Meta, meta: LearnedTree, opt: Tree, grads: dict[str, Tensor], moves: Tensor
@@ -101,24 +101,29 @@ class Learned:
         values = self.of(meta)
         old = {name: self._domain(name).coordinate(value) for name, value in values.items()}
         # What is not used must be finite too: a derivative through `where` multiplies it by zero.
-        usable = {name: torch.where(moves, h, 0.0) for name, h in grads.items()}
+        usable = tree.zero_unless(moves, grads)
         new, new_opt = self.optimizer.update(outer_meta.hyper, old, opt, usable)
         moved = {
             name: self._domain(name).moved(value, old[name], new[name]) for name, value in values.items()
         }
-        bounded = meta._replace(precond={k: aged(m) for k, m in meta.precond.items()})
-        bounded = tree.replace(bounded, moved)
-        for bound in self.bounds:
-            bounded = bound(bounded)
-        moving = moved.keys() | leaf_names.times(meta)
-        new_meta = tree.replace(meta, {k: x for k, x in tree.named(bounded).items() if k in moving})
-        here, there = (_flat(self.of(each)) for each in (meta, new_meta))
+        new_meta = tree.replace(meta._replace(precond={k: aged(m) for k, m in meta.precond.items()}), moved)
+        if self.bounds:
+            new_meta = self._bounded(meta, new_meta, moved)
+        leaves = tree.named(new_meta)
+        here, there = _flat(values.values()), _flat(leaves[name] for name in values)
         moves = moves & tree.all_finite(there)
         return *tree.where(moves, (new_meta, new_opt), (meta, opt)), moves & (there != here).any()
+
+    def _bounded(self, meta: LearnedTree, new: Any, moved: Collection[str]) -> LearnedTree:
+        """Return the `new` meta within the bounds, which leave alone what has not `moved`."""
+        moving = {*moved, *leaf_names.times(meta)}
+        for bound in self.bounds:
+            new = bound(new)
+        return tree.replace(meta, {k: x for k, x in tree.named(new).items() if k in moving})
 
     def _domain(self, name: str) -> Domain:
         return leaf_names.domain(self.training, name)
 
 
-def _flat(leaves: dict[str, Tensor]) -> Tensor:
-    return torch.cat([leaf.flatten() for leaf in leaves.values()])
+def _flat(leaves: Iterable[Tensor]) -> Tensor:
+    return torch.cat([leaf.flatten() for leaf in leaves])

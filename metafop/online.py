@@ -18,6 +18,7 @@ from metafop.online_carry import OnlineCarry, moving, nothing_seen, staying, zer
 from metafop.optimizers import completed
 from metafop.protocols import CompleteOptimizer, Domain, Domains, Optimizer, Trains
 from metafop.safeguards import Bound, Guard, scale_free
+from metafop.training import Training
 from metafop.twice_differentiable import TwiceDifferentiable
 from metafop.types import Batch, Given, Info, Last, Loss, Meta, Params, Seen, Tree
 from metafop.validation_loss import ValidationLoss, split
@@ -140,10 +141,9 @@ class Online:
         self.training.check(meta, carry)
         meta_opt = self.learned.init(meta)
         given = self._given(meta, carry, batch)
-        nothing = nothing_seen(carry, self.validation is not None)
+        # Copies, because later nothing in them will be one: torch.compile would compile twice.
+        last, nothing = tree.copy(carry), nothing_seen(tree.copy(carry), self.validation is not None)
         memory = self.training.init_memory(carry) if self.credit == "velocity" else ()
-        # A copy, because later no tensor of the two carries will be one: torch.compile would compile twice.
-        last = tree.copy(carry)
         taken = torch.zeros_like(nothing.value)
         return OnlineCarry(carry, meta, meta_opt, last, nothing, memory, taken, given)
 
@@ -271,8 +271,15 @@ class Online:
     def _hypergradient(self, state: OnlineCarry, last: Last, seen: Seen) -> dict[str, Tensor]:
         """Return the guarded derivative in the coordinate of each learned leaf."""
         cotangent = seen.cotangent or seen.grads
-        pulled = self.hypergradient(self.training, state.meta, last, cotangent)
+        pulled = self._pullback_of_learned(state.meta, last, cotangent)
         grads = self.learned.chained(state.meta, pulled)
         for guard in self.guards:
             grads = guard(grads, state.params, last, seen._replace(grads=cotangent))
         return self.learned.of(grads)
+
+    def _pullback_of_learned(self, meta: Meta, last: Last, cotangent: Params) -> Meta:
+        """Return the derivative of the last step in meta, right in what is learned."""
+        in_precond = all(name.partition(".")[0] == "precond" for name in self.learn)
+        if in_precond and self.hypergradient is closed_form and type(self.training) is Training:
+            return self.training.pullback_to_precond(meta, last, cotangent)
+        return self.hypergradient(self.training, meta, last, cotangent)

@@ -61,6 +61,8 @@ def zero_gradient_unless(finite: Tensor, seen: Seen, buffers: Buffers) -> Seen:
 
     Integer buffers, such as a count or the seed of the next step, go on. (docs/math.md, 16)
     """
+    if tree.is_surely(finite):  # all that is left out then is work
+        return seen
     return Seen(
         torch.where(finite, seen.value, torch.nan),
         {k: torch.where(finite, g, 0.0) for k, g in seen.grads.items()},

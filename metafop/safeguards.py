@@ -33,20 +33,17 @@ def scale_free(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
     norms, the rest by those of all parameters together. What is left has no units: for log lr under SGD, ⟨∇J,
     Δθ⟩ over it is a cosine.
     """
-    moved = {k: p - last.carry.params[k] for k, p in now.items()}
-    by_name = {k: largest_change(_size(seen.grads[k]), _size(x)) for k, x in moved.items()}
-    everywhere = largest_change(tree.norm(seen.grads), tree.norm(moved))
+    slopes = torch.stack([_size(seen.grads[k]) for k in now])
+    lengths = torch.stack([_size(p - last.carry.params[k]) for k, p in now.items()])
+    by_name = dict(zip(now, largest_change(slopes, lengths).unbind(), strict=True))
+    everywhere = largest_change(_size(slopes), _size(lengths))
 
     def of(pattern: str, keys: tuple[str, ...]) -> Tensor:
         """Return the size of the parameters of a pattern; of all, for the names of an outer meta."""
         if pattern in by_name:
             return by_name[pattern]
-        fitting = [k for k in moved if patterns.first(keys, k) == pattern]
-        if not fitting:
-            return everywhere
-        return largest_change(
-            tree.norm([seen.grads[k] for k in fitting]), tree.norm([moved[k] for k in fitting])
-        )
+        fitting = [i for i, k in enumerate(now) if patterns.first(keys, k) == pattern]
+        return largest_change(_size(slopes[fitting]), _size(lengths[fitting])) if fitting else everywhere
 
     def free(h: Tensor | tuple | dict[str, Tensor]) -> Any:
         if isinstance(h, dict):
@@ -55,7 +52,7 @@ def scale_free(grads: Meta, now: Params, last: Last, seen: Seen) -> Meta:
 
     return Meta(
         type(grads.hyper)(*(free(h) for h in grads.hyper)),
-        {k: tree.map(lambda x, k=k: _divided(x, by_name[k]), h) for k, h in grads.precond.items()},
+        {k: tree.map_named(lambda _, x, k=k: _divided(x, by_name[k]), h) for k, h in grads.precond.items()},
         tree.map(lambda x: _divided(x, everywhere), grads.loss),
     )
 

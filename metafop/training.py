@@ -141,15 +141,24 @@ class Training:
         gradients that moved θ. If `last` has what its loss was given, the derivative in its leaves is one
         more pullback, of the gradient; otherwise it is left out, as zeros.
         """
-        carry, seen = last.carry, last.seen
-        direction = self.precondition(meta.precond, seen.grads)
-        step = (meta.hyper, carry.params, carry.opt, direction, cotangent)
+        direction = self.precondition(meta.precond, last.seen.grads)
+        step = (meta.hyper, last.carry.params, last.carry.opt, direction, cotangent)
         d_hyper, d_direction = self._rule.pullback(*step)
         toward = self._rule.toward(*step) if last.credit else d_direction
-        moved_by = last.credit or seen.grads
-        families = {k: self._family(k) for k in meta.precond}
-        d_precond = batched.pullbacks(families, meta.precond, moved_by, toward)
+        d_precond = self._precond_pullback(meta, last, toward)
         return Meta(d_hyper, d_precond, self._loss_pullback(meta, last, d_direction))
+
+    def pullback_to_precond(self, meta: Meta, last: Last, cotangent: Params) -> Meta:
+        """Return `pullback` with zeros in all but the preconditioners: with credit it takes far less time."""
+        direction = self.precondition(meta.precond, last.seen.grads)
+        step = (meta.hyper, last.carry.params, last.carry.opt, direction, cotangent)
+        toward = self._rule.toward(*step) if last.credit else self._rule.pullback(*step)[1]
+        d_precond = self._precond_pullback(meta, last, toward)
+        return Meta(tree.zeros_like(meta.hyper), d_precond, tree.zeros_like(meta.loss))
+
+    def _precond_pullback(self, meta: Meta, last: Last, toward: Params) -> dict[str, Tree]:
+        families = {k: self._family(k) for k in meta.precond}
+        return batched.pullbacks(families, meta.precond, last.credit or last.seen.grads, toward)
 
     def _loss_pullback(self, meta: Meta, last: Last, d_direction: Params) -> Tree:
         """Return ∂⟨P c, ∇J(θ)⟩ in the leaves of the loss, c being `d_direction`: P is symmetric."""

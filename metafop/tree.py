@@ -60,7 +60,14 @@ def scale(x: Tree, factor: float | Tensor) -> Tree:
 
 def where(condition: Tensor, x: Tree, y: Tree) -> Tree:
     """Return `x` where the `condition` holds and `y` where it does not, leaf by leaf."""
+    if is_surely(condition):  # all that is left out then is work
+        return x
     return map(lambda a, b: a if a is b else torch.where(condition, a, b), x, y)
+
+
+def zero_unless(condition: Tensor, x: Tree) -> Tree:
+    """Return `x` where the `condition` holds and zeros where it does not."""
+    return x if is_surely(condition) else map(lambda a: torch.where(condition, a, 0.0), x)
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
@@ -107,8 +114,10 @@ def named(x: Tree, prefix: str = "") -> dict[str, Tensor]:
     """
     if isinstance(x, Tensor):
         return {prefix: x}
-    inside = [named(child, f"{prefix}.{key}" if prefix else key) for key, child in _children(x)]
-    return {name: leaf for part in inside for name, leaf in part.items()}
+    found: dict[str, Tensor] = {}
+    for key, child in _children(x):
+        found.update(named(child, f"{prefix}.{key}" if prefix else key))
+    return found
 
 
 def map_named(function: Callable[[str, Any], Tensor], x: Tree, prefix: str = "") -> Tree:

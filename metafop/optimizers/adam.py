@@ -1,5 +1,6 @@
 """Adam, with decoupled weight decay."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from metafop import tree
 from metafop.optimizers.domains import Positive, Unit
-from metafop.optimizers.hyper import Value, alike, at, collect, tensors
+from metafop.optimizers.hyper import Value, alike, at, collect, in_dtype, negative, shared, tensors
 from metafop.protocols import Domains
 from metafop.types import Params
 
@@ -33,16 +34,25 @@ class AdamState(NamedTuple):
     square: Params
 
 
+class _Numbers(NamedTuple):
+    """What a step computes with for all parameters of the same betas and eps: c1 = 1 - β1ᵗ, c2 = 1 - β2ᵗ."""
+
+    beta2: Tensor
+    rest1: Tensor  # 1 - β1
+    rest2: Tensor  # 1 - β2
+    c1: Tensor
+    c2: Tensor
+    eps: Tensor
+
+
 class _Parts(NamedTuple):
-    """One parameter's update taken apart: m', v', m̂, √v̂, D = √v̂ + eps, and the corrections c1, c2."""
+    """One parameter's update taken apart: m', v', m̂, √v̂, D = √v̂ + eps."""
 
     mean: Tensor
     square: Tensor
     ahead: Tensor
     root: Tensor
     denominator: Tensor
-    c1: Tensor
-    c2: Tensor
 
 
 @dataclass(frozen=True)
@@ -96,14 +106,11 @@ class Adam:
     def update(
         self, hyper: AdamHyper, params: Params, opt: AdamState, direction: Params
     ) -> tuple[Params, AdamState]:
-        parts = {k: self._parts(hyper, k, opt, d) for k, d in direction.items()}
+        numbers = _numbers(hyper, opt.time + 1, params)
+        parts = {k: _parts(numbers[k], opt.mean[k], opt.square[k], d) for k, d in direction.items()}
+        kept = shared(lambda lr, weight_decay: 1 - lr * weight_decay, params, hyper.lr, hyper.weight_decay)
         new = {
-            k: torch.addcmul(
-                p * (1 - at(hyper.lr, k) * at(hyper.weight_decay, k)),
-                at(hyper.lr, k),
-                parts[k].ahead / parts[k].denominator,
-                value=-1,
-            )
+            k: torch.addcmul(p * kept[k], at(hyper.lr, k), parts[k].ahead / parts[k].denominator, value=-1)
             for k, p in params.items()
         }
         mean = alike({k: part.mean for k, part in parts.items()}, opt.mean)
@@ -115,24 +122,26 @@ class Adam:
     ) -> tuple[AdamHyper, Params]:
         """The chain rule through both moments (docs/math.md, 7)."""
         t = opt.time + 1
+        numbers = _numbers(hyper, t, cotangent)
+        powers = shared(lambda *betas: [beta ** (t - 1) for beta in betas], cotangent, *hyper.betas)
+        gain = negative(hyper.lr)
         d_lr, d_beta1, d_beta2, d_eps, d_weight_decay, d_direction = {}, {}, {}, {}, {}, {}
         for k, c in cotangent.items():
-            part, q, p = self._parts(hyper, k, opt, direction[k]), direction[k], params[k]
-            lr, beta1, beta2 = at(hyper.lr, k), *_betas(hyper, k)
-            d_ahead = -lr * c / part.denominator
+            q, p, number, (power1, power2) = direction[k], params[k], numbers[k], powers[k]
+            part = _parts(number, opt.mean[k], opt.square[k], q)
+            d_ahead = at(gain, k) * c / part.denominator
             d_root = -d_ahead * part.ahead / part.denominator
             d_hat = d_root * _reciprocal(2 * part.root)
             d_lr[k] = -tree.dot(c, at(hyper.weight_decay, k) * p + part.ahead / part.denominator)
             d_beta1[k] = (
-                tree.dot(d_ahead, opt.mean[k] - q) + tree.dot(d_ahead, part.ahead) * t * beta1 ** (t - 1)
-            ) / part.c1
+                tree.dot(d_ahead, opt.mean[k] - q) + tree.dot(d_ahead, part.ahead) * t * power1
+            ) / number.c1
             d_beta2[k] = (
-                tree.dot(d_hat, opt.square[k] - q * q)
-                + tree.dot(d_hat, part.square) * t * beta2 ** (t - 1) / part.c2
-            ) / part.c2
+                tree.dot(d_hat, opt.square[k] - q * q) + tree.dot(d_hat, part.square) * t * power2 / number.c2
+            ) / number.c2
             d_eps[k] = d_root.sum()
-            d_weight_decay[k] = -lr * tree.dot(c, p)
-            d_direction[k] = d_ahead * ((1 - beta1) / part.c1) + d_hat * q * (2 * (1 - beta2) / part.c2)
+            d_weight_decay[k] = at(gain, k) * tree.dot(c, p)
+            d_direction[k] = d_ahead * (number.rest1 / number.c1) + d_hat * q * (2 * number.rest2 / number.c2)
         d_hyper = AdamHyper(
             collect(hyper.lr, d_lr),
             (collect(hyper.betas[0], d_beta1), collect(hyper.betas[1], d_beta2)),
@@ -146,42 +155,60 @@ class Adam:
 
     def credit(self, hyper: AdamHyper, memory: Params, grads: Params) -> tuple[Params, Params]:
         """u' = β1 u + (1 - β1) g, credit u' / (1 - β1): the first moment's gradients (docs/math.md, 13)."""
-        memory = {k: torch.addcmul(u, 1 - at(hyper.betas[0], k), grads[k] - u) for k, u in memory.items()}
-        return {k: u / (1 - at(hyper.betas[0], k)) for k, u in memory.items()}, memory
+        rest = shared(lambda beta1: 1 - beta1, memory, hyper.betas[0])
+        memory = {k: torch.addcmul(u, rest[k], grads[k] - u) for k, u in memory.items()}
+        return {k: u / rest[k] for k, u in memory.items()}, memory
 
     def toward(
         self, hyper: AdamHyper, params: Params, opt: AdamState, direction: Params, cotangent: Params
     ) -> Params:
         """-lr c (1 - β1) / ((1 - β1ᵗ) D): through the first moment, the second held (docs/math.md, 13)."""
-        square = {k: self._parts(hyper, k, opt, direction[k]).square for k in cotangent}
+        numbers = _numbers(hyper, opt.time + 1, cotangent)
+        square = {k: _square(numbers[k], opt.square[k], _wide(direction[k])) for k in cotangent}
         return self.toward_after(hyper, AdamState(opt.time + 1, {}, square), cotangent)
 
     def toward_after(self, hyper: AdamHyper, opt: AdamState, cotangent: Params) -> Params:
         """Return `toward` of `hyper` and `cotangent`, given as `opt` the state after the step."""
+        numbers, gain = _numbers(hyper, opt.time, cotangent), negative(hyper.lr)
+        share = shared(lambda beta1: (1 - beta1) / (1 - beta1**opt.time), cotangent, hyper.betas[0])
         result = {}
         for k, c in cotangent.items():
-            beta1, beta2 = _betas(hyper, k)
-            denominator = _root(opt.square[k] / (1 - beta2**opt.time)) + at(hyper.eps, k)
-            result[k] = -at(hyper.lr, k) * c / denominator * ((1 - beta1) / (1 - beta1**opt.time))
+            denominator = _root(opt.square[k] / numbers[k].c2) + numbers[k].eps
+            result[k] = at(gain, k) * c / denominator * share[k]
         return result
 
-    def _parts(self, hyper: AdamHyper, k: str, opt: AdamState, d: Tensor) -> _Parts:
-        beta1, beta2, t = *_betas(hyper, k), opt.time + 1
-        c1, c2 = 1 - beta1**t, 1 - beta2**t
-        wide = torch.promote_types(d.dtype, torch.float32)  # in half precision eps would round to zero
-        d, old_mean, old_square = d.to(wide), opt.mean[k].to(wide), opt.square[k].to(wide)
-        mean = torch.addcmul(old_mean, 1 - beta1, d - old_mean)
-        square = torch.addcmul(beta2 * old_square, (1 - beta2) * d, d)
-        root = _root(square / c2)
-        return _Parts(mean, square, mean / c1, root, root + at(hyper.eps, k), c1, c2)
+
+def _numbers(hyper: AdamHyper, time: Tensor, names: Iterable[str]) -> dict[str, _Numbers]:
+    """Return the numbers of the step that leads to `time`, for each name."""
+
+    def made(beta1: Tensor, beta2: Tensor, eps: Tensor) -> _Numbers:
+        return _Numbers(beta2, 1 - beta1, 1 - beta2, 1 - beta1**time, 1 - beta2**time, eps)
+
+    return shared(made, names, *hyper.betas, hyper.eps)
 
 
-def _betas(hyper: AdamHyper, k: str) -> tuple[Tensor, Tensor]:
-    return at(hyper.betas[0], k), at(hyper.betas[1], k)
+def _parts(numbers: _Numbers, mean: Tensor, square: Tensor, d: Tensor) -> _Parts:
+    d = _wide(d)
+    mean = in_dtype(mean, d.dtype)
+    mean = torch.addcmul(mean, numbers.rest1, d - mean)
+    square = _square(numbers, square, d)
+    root = _root(square / numbers.c2)
+    return _Parts(mean, square, mean / numbers.c1, root, root + numbers.eps)
+
+
+def _square(numbers: _Numbers, square: Tensor, d: Tensor) -> Tensor:
+    return torch.addcmul(numbers.beta2 * in_dtype(square, d.dtype), numbers.rest2 * d, d)
+
+
+def _wide(d: Tensor) -> Tensor:
+    """Return it in float32 or more: in half precision eps would round to zero."""
+    return in_dtype(d, torch.promote_types(d.dtype, torch.float32))
 
 
 def _root(x: Tensor) -> Tensor:
     """√x, with derivative zero at zero."""
+    if not (x.requires_grad or torch.compiler.is_compiling() or tree.is_transforming()):
+        return x.sqrt()  # nobody takes it, and what is below takes six times as long
     positive = x > 0
     return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), 0.0)
 

@@ -2,10 +2,10 @@
 
 import inspect
 from collections import namedtuple
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, reduce
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from metafop.protocols import CompleteOptimizer, Domain, Domains, Optimizer
 
 # A number, a schedule of numbers, or a dict of these by pattern of parameter names.
 Value = float | Tensor | Sequence[float] | Mapping[str, float | Tensor | Sequence[float]]
+Shared = TypeVar("Shared")
 
 
 def named_tuple(names: Iterable[str], values: Iterable[Any]) -> Any:
@@ -205,7 +206,11 @@ def _check_patterns(optimizer: Optimizer, field: str, value: Any, moves: dict[st
 
 def alike(new: dict[str, Tensor], old: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return `new` in the precision of `old`: torch would widen a half-precision scalar to that of lr."""
-    return {name: x.to(old[name].dtype) for name, x in new.items()}
+    return {name: in_dtype(x, old[name].dtype) for name, x in new.items()}
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)  # a call takes as long as arithmetic on a small tensor
 
 
 def at(value: Tensor | dict[str, Tensor], name: str) -> Tensor:
@@ -215,6 +220,18 @@ def at(value: Tensor | dict[str, Tensor], name: str) -> Tensor:
 
 def _key(value: dict[str, Tensor], name: str) -> Any:
     return name if name in value else patterns.first(tuple(value), name)
+
+
+def shared(
+    function: Callable[..., Shared], names: Iterable[str], *values: Tensor | dict[str, Tensor]
+) -> dict[str, Shared]:
+    """Return `function(at(value, name), …)` for each name, computed once for all that share the values."""
+    if not any(isinstance(value, dict) for value in values):
+        return dict.fromkeys(names, function(*values))
+    keys = {name: tuple(isinstance(x, dict) and _key(x, name) for x in values) for name in names}
+    owners = {key: name for name, key in reversed(keys.items())}
+    made = {key: function(*(at(x, owner) for x in values)) for key, owner in owners.items()}
+    return {name: made[key] for name, key in keys.items()}
 
 
 def negative(value: Tensor | dict[str, Tensor]) -> Tensor | dict[str, Tensor]:

@@ -77,6 +77,20 @@ def test_only_what_is_named_is_learned(generator):
         }
 
 
+@pytest.mark.parametrize("credit", ["velocity", "gradient"])
+@every("setting", OPTIMIZERS)
+def test_the_pullback_to_preconditioners_alone_is_their_part_of_the_whole(setting, credit, generator):
+    problem = mlp(generator)
+    training = problem.training(setting.optimizer, LowRank(2))
+    meta = training.init_meta(problem.params, generator, **setting.hyper()._asdict())
+    online = Online(training, SGD(), credit=credit)
+    state = states(online, SGD().hyper(lr=1e-3), meta, training.init(problem.params), problem.batches)[-1]
+    step = (state.meta, online._last(state)[0], state.params)
+    whole, part = training.pullback(*step), training.pullback_to_precond(*step)
+    assert_same_bits(part.precond, whole.precond)
+    assert_same_bits(part.hyper, tree.zeros_like(whole.hyper))
+
+
 @pytest.mark.parametrize("meta_optimizer", [SGD(), Momentum(), Momentum(nesterov=True), Adam()], ids=repr)
 def test_any_optimizer_is_a_meta_optimizer_and_moves_like_its_own_update(meta_optimizer, generator):
     problem = mlp(generator)

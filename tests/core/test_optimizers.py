@@ -6,6 +6,7 @@ import higher
 import pytest
 import torch
 from problems import OPTIMIZERS, Setting, assert_near, assert_same_bits, every, mlp
+from torch import Tensor
 from torch.func import grad, vjp
 
 from metafop import SGD, Adam, Momentum, Training, functional, tree
@@ -162,6 +163,21 @@ def test_adam_is_finite_and_still_where_a_gradient_has_always_been_zero(dtype, s
     written = adam.pullback(hyper, new, opt, direction, params)
     assert torch.equal(moved["w"][[0, 2]], params["w"][[0, 2]])
     assert tree.all_finite((moved, pulled, written))
+
+
+@every("setting", OPTIMIZERS)
+def test_the_numbers_are_the_same_whether_a_derivative_may_be_taken_or_not(setting, generator):
+    params, (first, second) = start(generator, torch.float64), batches(generator, torch.float64, steps=2)
+    directions = [grad(bend)(params, first), grad(bend)(params, second)]
+    directions[0]["vector"][0] = directions[1]["vector"][0] = 0.0  # so that Adam divides by eps alone
+
+    def twice(hyper):
+        new, opt = setting.optimizer.update(hyper, params, setting.optimizer.init(params), directions[0])
+        toward = setting.optimizer.toward(hyper, new, opt, directions[1], params)
+        return setting.optimizer.update(hyper, new, opt, directions[1]), toward
+
+    followed = tree.map(lambda x: x.requires_grad_(), setting.hyper())
+    assert_same_bits(tree.map(Tensor.detach, twice(followed)), twice(setting.hyper()))
 
 
 @every("setting", OPTIMIZERS)
