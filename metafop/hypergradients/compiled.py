@@ -151,18 +151,20 @@ def _build(function: Parts, groups: Sequence[Formed], later: Sequence[Formed], r
     import torch._inductor  # takes a second: for those who compile
 
     from metafop.hypergradients.joint_graph import cut
+    from metafop.hypergradients.matrix_products import by_onednn
 
     given, then = (_tensors([group.form.examples() for group in part]) for part in (groups, later))
     graph, sizes = _traced(function, groups, later, [*given, *then])
     _refuse_random(graph)
     first, second, needed = cut(graph, [*given, *then], len(given), sum(sizes[0]))
-    run_first: Any = torch._inductor.compile(first, [*given], _OPTIONS)
-    del given, then  # as large as all that a step takes
-    given = _tensors(groups)
-    returned = run_first(*given)
-    there = [*given, *returned, *_tensors(later)]
-    examples: list[Any] = [there[place] for place in needed]
-    run_second: Any = torch._inductor.compile(second, examples, _OPTIONS)
+    with by_onednn() as options:
+        run_first: Any = torch._inductor.compile(first, [*given], _OPTIONS | options)
+        del given, then  # as large as all that a step takes
+        given = _tensors(groups)
+        returned = run_first(*given)
+        there = [*given, *returned, *_tensors(later)]
+        examples: list[Any] = [there[place] for place in needed]
+        run_second: Any = torch._inductor.compile(second, examples, _OPTIONS | options)
     made = run_second(*examples)
     return Built(
         run_first,

@@ -68,6 +68,7 @@ def test_what_is_private_in_torch_is_used_for_trees_and_to_compile_alone(path):
         "tree.py",
         "hypergradients/compiled.py",
         "hypergradients/joint_graph.py",
+        "hypergradients/matrix_products.py",
     )
 
 
