@@ -50,7 +50,8 @@ def named(owner: str, learn: tuple[str, ...], meta: Meta | MetaAndStart) -> Leav
     """
     names = tree.named(meta)
     for part in learn:
-        if not any(_stands_for((part,), name) for name in names):
+        starts = _starts((part,))
+        if not any(f"{name}.".startswith(starts) for name in names):
             if names_start((part,)) and not isinstance(meta, MetaAndStart):
                 raise ValueError(
                     f"{owner} cannot learn {part!r}, where a run starts, from within. Learn it with "
@@ -61,13 +62,14 @@ def named(owner: str, learn: tuple[str, ...], meta: Meta | MetaAndStart) -> Leav
                 "Name one of these, or what several start with, or give the training what is missing: a "
                 "preconditioner, or leaves of its loss by init_meta(loss=...)."
             )
-    return {name: leaf for name, leaf in names.items() if _stands_for(learn, name)}
+    starts = _starts(learn)
+    return {name: leaf for name, leaf in names.items() if f"{name}.".startswith(starts)}
 
 
 def check_learnable(owner: str, learn: tuple[str, ...] | None, names: tuple[str, ...]) -> None:
     """Refuse to learn leaves that an estimator's own `learn` leaves out: zeros would stand for them."""
     for name in names:
-        learned = not names_start((name,)) if learn is None else _stands_for(learn, name)
+        learned = not names_start((name,)) if learn is None else f"{name}.".startswith(_starts(learn))
         if not learned:
             raise ValueError(
                 f"Unrolled learns {_short(name)!r}, and {owner} with learn={learn!r} gives no derivative in "
@@ -92,9 +94,9 @@ def domain(training: Trains, name: str) -> Domain:
     return found[int(rest.partition(".")[0])] if isinstance(found, tuple) else found
 
 
-def _stands_for(learn: tuple[str, ...], name: str) -> bool:
-    """Return whether a leaf or the start of it is named in `learn`, in full or without "hyper."."""
-    return any(f"{name}.".startswith((f"{part}.", f"hyper.{part}.")) for part in learn)
+def _starts(learn: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what the names that `learn` stands for start with, a dot put at the end of each."""
+    return tuple(f"{prefix}{part}." for part in learn for prefix in ("", "hyper."))
 
 
 def _short(name: str) -> str:

@@ -193,13 +193,14 @@ class Online:
             given, seen = Given(state.meta.loss, seen.batch), seen._replace(batch=())
 
         # Learn: how should the last step have been taken?
-        last, memory = self._last(state)
+        last, remembered = self._last(state)
         grads = self._hypergradient(state, last, seen)
         moves = finite & tree.all_finite(grads) & (state.taken > 0)
         new_meta, meta_opt, moves = self.learned.moved(meta, state.meta, state.meta_opt, grads, moves)
 
         # Then take the next one; or, if the loss rose, the last one again.
-        carry, taken, info = state.carry, finite, {"value": value, "finite": finite, "moved": moves}
+        carry, taken, memory = state.carry, finite, remembered
+        info = {"value": value, "finite": finite, "moved": moves}
         if self.null_step:
             before = state.last_seen
             rose = (state.taken > 0) & before.value.isfinite() & ~(seen.value <= before.value)
@@ -216,7 +217,7 @@ class Online:
         if "carry" not in self.skip and not isinstance(new_carry, OnlineCarry):  # looked at below
             led = tree.all_finite(moving(new_carry))
             if not tree.is_surely(led):  # all that is left out then is work
-                new_state = tree.where(led, new_state, staying(state, seen, given))
+                new_state = tree.where(led, new_state, staying(state, new_state, remembered))
             info |= {"finite": finite & led, "moved": moves & led}
         return new_state, info | {f"below.{k}": v for k, v in below.items() if k != "value"}
 
@@ -266,6 +267,7 @@ class Online:
         if self.credit == "gradient":
             return Last(state.last_carry, state.last_seen, (), state.given), ()
         credit, memory = self.training.credited(state.meta, state.memory, state.last_seen.grads)
+        memory = tree.where(state.taken >= 0, memory, state.memory)
         return Last(state.last_carry, state.last_seen, credit, state.given), memory
 
     def _hypergradient(self, state: OnlineCarry, last: Last, seen: Seen) -> dict[str, Tensor]:

@@ -18,7 +18,8 @@ class OnlineCarry(NamedTuple):
     meta_opt: the meta-optimizer's state.
     last_carry, last_seen: where the last step started, and what it saw there.
     memory: that of credit, before the last step.
-    taken: 1 if there is a last step to learn from; 0 before the first, and after one that was not finite.
+    taken: 1 if there is a last step to learn from; 0 before the first, and after one that saw what is not
+        finite; -1 after one that led to that and was not taken, so that `memory` is that before the next.
     given: what the loss of the last step was given, where a leaf of it is learned; `()` where none is.
     """
 
@@ -77,11 +78,15 @@ def moving(carry: Any) -> Tree:
     return (carry.params, carry.opt) if isinstance(carry, Carry) else carry.params
 
 
-def staying(state: OnlineCarry, seen: Seen, given: Given | tuple[()]) -> OnlineCarry:
-    """Return the state if a step led to what is not finite and was not taken: nothing is learned from it.
+def staying(state: OnlineCarry, new: OnlineCarry, memory: Tree) -> OnlineCarry:
+    """Return the state if a step led to the `new` one, which is not finite, and was not taken.
 
-    Integer buffers go on.
+    Integer buffers go on. Nothing is learned from the step: so where it started and what it saw may stay in
+    the state, and compiled code has less to select from.
+
+    memory: that of credit, before the step.
     """
-    buffers = {k: b if tree.is_inexact(b) else seen.buffers[k] for k, b in state.buffers.items()}
-    carry = state.carry._replace(buffers=buffers)
-    return state._replace(carry=carry, taken=torch.zeros_like(state.taken), given=given)
+    seen = new.last_seen.buffers
+    buffers = {k: b if tree.is_inexact(b) else seen[k] for k, b in state.buffers.items()}
+    carry, taken = state.carry._replace(buffers=buffers), -torch.ones_like(state.taken)
+    return new._replace(carry=carry, meta=state.meta, meta_opt=state.meta_opt, memory=memory, taken=taken)

@@ -13,7 +13,7 @@ from metafop import loss_leaves, torch_errors, tree, validation
 from metafop.functional import with_leaves
 from metafop.loss_gradient import loss_gradient
 from metafop.norms import NormsWrittenOut
-from metafop.optimizers import Scheduled, completed, fitted
+from metafop.optimizers import SGD, Adam, Momentum, Scheduled, completed, fitted
 from metafop.preconditioners import Identity, batched
 from metafop.protocols import CompleteOptimizer, Domain, Domains, Optimizer, Preconditioner
 from metafop.twice_differentiable import TwiceDifferentiable
@@ -145,20 +145,21 @@ class Training:
         step = (meta.hyper, last.carry.params, last.carry.opt, direction, cotangent)
         d_hyper, d_direction = self._rule.pullback(*step)
         toward = self._rule.toward(*step) if last.credit else d_direction
-        d_precond = self._precond_pullback(meta, last, toward)
+        families = {k: self._family(k) for k in meta.precond}
+        d_precond = batched.pullbacks(families, meta.precond, last.credit or last.seen.grads, toward)
         return Meta(d_hyper, d_precond, self._loss_pullback(meta, last, d_direction))
 
     def pullback_to_precond(self, meta: Meta, last: Last, cotangent: Params) -> Meta:
         """Return `pullback` with zeros in all but the preconditioners: with credit it takes far less time."""
+        families = {k: self._family(k) for k in meta.precond if type(self._family(k)) is not Identity}
+        if type(self._rule) in _SEPARATE:
+            cotangent = {k: cotangent[k] for k in families}
         direction = self.precondition(meta.precond, last.seen.grads)
         step = (meta.hyper, last.carry.params, last.carry.opt, direction, cotangent)
         toward = self._rule.toward(*step) if last.credit else self._rule.pullback(*step)[1]
-        d_precond = self._precond_pullback(meta, last, toward)
-        return Meta(tree.zeros_like(meta.hyper), d_precond, tree.zeros_like(meta.loss))
-
-    def _precond_pullback(self, meta: Meta, last: Last, toward: Params) -> dict[str, Tree]:
-        families = {k: self._family(k) for k in meta.precond}
-        return batched.pullbacks(families, meta.precond, last.credit or last.seen.grads, toward)
+        precond = {k: meta.precond[k] for k in families}
+        d_precond = batched.pullbacks(families, precond, last.credit or last.seen.grads, toward)
+        return Meta(tree.zeros_like(meta.hyper), meta.precond | d_precond, tree.zeros_like(meta.loss))
 
     def _loss_pullback(self, meta: Meta, last: Last, d_direction: Params) -> Tree:
         """Return ∂⟨P c, ∇J(θ)⟩ in the leaves of the loss, c being `d_direction`: P is symmetric."""
@@ -212,6 +213,7 @@ class Training:
 
 
 _IDENTITY = Identity()
+_SEPARATE = (SGD, Momentum, Adam)  # no parameter's step depends on another's gradient
 
 
 def _is_recorded(given: Tree) -> bool:

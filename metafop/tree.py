@@ -120,7 +120,7 @@ def named(x: Tree, prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
-def map_named(function: Callable[[str, Any], Tensor], x: Tree, prefix: str = "") -> Tree:
+def map_named(function: Callable[[str, Any], Any], x: Tree, prefix: str = "") -> Tree:
     """Return `function(name, leaf)` of every leaf of `x`, named as by `named`; it may be no tensor yet.
 
     prefix: what each name starts with, before a dot (none).
@@ -131,18 +131,18 @@ def map_named(function: Callable[[str, Any], Tensor], x: Tree, prefix: str = "")
         map_named(function, child, f"{prefix}.{key}" if prefix else f"{key}") for key, child in _children(x)
     ]
     if isinstance(x, dict):
-        return dict(zip(x, inside, strict=True))
+        return x | dict(zip(x, inside, strict=True))  # of its own kind, such as an OrderedDict
     return type(x)(*inside) if hasattr(x, "_fields") else type(x)(inside)
 
 
 def replace(x: Tree, new: dict[str, Tensor]) -> Tree:
     """Return `x` with the leaves that `new` names replaced."""
-    old, (_, structure) = named(x), pytree.tree_flatten(x)
+    old = named(x)
     if not new.keys() <= old.keys():
         raise ValueError(
             f"There are no leaves {sorted(new.keys() - old.keys())}. Name one of {sorted(old)} in full."
         )
-    return pytree.tree_unflatten([new.get(name, leaf) for name, leaf in old.items()], structure)
+    return map_named(lambda name, leaf: new.get(name, leaf), x)
 
 
 def partition(x: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:

@@ -132,6 +132,25 @@ def test_a_step_that_leads_out_of_the_finite_is_not_taken_and_info_says_so(optim
     assert not all(taken)
 
 
+@every("optimizer", {"momentum": Momentum(), "adam": Adam()})
+def test_credit_does_not_count_a_step_that_was_not_taken(optimizer, generator):
+    problem = mlp(generator)
+    training = problem.training(optimizer, LowRank(2))
+    meta = training.init_meta(problem.params, generator, lr=0.05)
+    online = Online(training, Adam())
+    state = states(online, Adam().hyper(lr=0.01), meta, training.init(problem.params), problem.batches)[-1]
+    outer_meta, (inputs, labels) = online.init_meta(meta, lr=0.01), problem.batches[0]
+    far = state.meta._replace(hyper=state.meta.hyper._replace(lr=torch.tensor(torch.inf)))
+    refused, info = online.step(outer_meta, state._replace(meta=far), (inputs, labels))
+    assert not info["finite"]
+    went_on, info = online.step(outer_meta, refused._replace(meta=state.meta), (inputs, labels))
+    assert info["finite"]
+    assert not info["moved"]
+    expected, _ = online.step(outer_meta, state, (inputs, labels))
+    assert_same_bits((went_on.memory, went_on.last_seen), (expected.memory, expected.last_seen))
+    assert_same_bits(went_on.last_carry, state.carry)
+
+
 def test_what_was_learned_at_a_step_that_was_not_taken_is_not_kept():
     """Only then can training go on: the next step is taken with the meta before."""
     training = Training(functional.plain(lambda params, x: (x * params["w"]).square().sum()), SGD())

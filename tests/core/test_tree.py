@@ -1,5 +1,6 @@
 """Trees of tensors: arithmetic, and leaves by name."""
 
+from collections import OrderedDict
 from typing import NamedTuple
 
 import pytest
@@ -73,6 +74,13 @@ def test_replacing_all_leaves_by_name_gives_the_tree_of_new_leaves(x):
     replaced = tree.replace(x, {name: leaf + 1 for name, leaf in tree.named(x).items()})
     torch.testing.assert_close(replaced, tree.map(lambda leaf: leaf + 1, x))
     assert type(replaced) is type(x)
+
+
+def test_replacing_leaves_keeps_the_kind_of_every_dict():
+    x = {"a": OrderedDict(c=numbers(1.0), b=numbers(2.0))}
+    replaced = tree.replace(x, {"a.b": numbers(3.0)})
+    assert type(replaced["a"]) is OrderedDict
+    torch.testing.assert_close(replaced, {"a": OrderedDict(c=numbers(1.0), b=numbers(3.0))})
 
 
 def test_replacing_one_leaf_leaves_the_others_as_they_are():
