@@ -140,7 +140,8 @@ def from_module(
         return value, _after(buffers, seeded) | after
 
     lifted = _declared(pure, takes_leaves(loss, 2))
-    return lifted, params, buffers | {"seed": torch.tensor(0)} if seeded else buffers
+    device = next((x.device for x in (*params.values(), *buffers.values())), None)
+    return lifted, params, buffers | {"seed": torch.tensor(0, device=device)} if seeded else buffers
 
 
 def _writable(buffers: Buffers, given: Any) -> Buffers:
@@ -205,7 +206,7 @@ def _refuse_impurity(model: nn.Module, seeded: bool) -> None:
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
     """Return whether two tensors lie in the same memory, not only in the same storage."""
-    if x.layout != torch.strided or y.layout != torch.strided or not x.numel() or not y.numel():
+    if not all(each.layout == torch.strided and each.numel() and tree.is_concrete(each) for each in (x, y)):
         return False
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
         return False

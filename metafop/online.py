@@ -249,8 +249,9 @@ class Online:
         return (), ()
 
     def check(self, meta: Meta, state: OnlineCarry) -> None:
-        """Refuse an outer `meta` whose hyperparameters are for other things than are learned in `state`."""
+        """Refuse an outer `meta` for other things than are learned in `state`, or on another device."""
         self.learned.check_outer_meta(meta)
+        validation.same_device(meta, state.params)
         self.init_meta(state.meta, **meta.hyper._asdict())
 
     @property

@@ -1,18 +1,51 @@
 """Errors of torch that are known, said again in a sentence with the remedy."""
 
 import re
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from metafop import tree
+from metafop.types import Params, Tree
+
+
+def explain_devices(error: Exception, params: Params, given: Mapping[str, Tree]) -> None:
+    """Raise a sentence in place of torch's error about devices, if a loss was given tensors on two.
+
+    given: what it was given, by name. A single number on the CPU goes with any device.
+    """
+    device = next(iter(params.values())).device
+    if not re.search("device|should be the same", str(error)):
+        return
+    for name, x in given.items():
+        for leaf in tree.leaves(x):
+            if isinstance(leaf, Tensor) and leaf.device != device and leaf.dim():
+                raise ValueError(
+                    f"The {name} has a tensor of shape {tuple(leaf.shape)} on {leaf.device}, and the "
+                    f"parameters are on {device}. Move it there: .to({str(device)!r})."
+                ) from error
 
 
 def explain(error: Exception) -> None:
     """Raise a sentence in place of torch's error, if it is a known one."""
     for pattern, sentence in _KNOWN.items():
         if found := re.search(pattern, str(error)):
-            kind = IndexError if "index" in pattern else NotImplementedError
+            kind = next((kind for word, kind in _KINDS.items() if word in pattern), NotImplementedError)
             raise kind(sentence.format(*found.groups())) from error
 
 
+_KINDS = {"index": IndexError, "device": ValueError}
+
 # What torch says when torch.func cannot do something, and what is to be done about it.
 _KNOWN = {
+    r"expected scalar type (\w+) but found (\w+)": (
+        "torch cannot differentiate the loss in this order: it mixes {0} with {1}, as batch norm does under "
+        "autocast. Use adjoint, or leave batch norm out of autocast."
+    ),
+    r"on the same device|not on the expected device|different devices": (
+        "The loss, or the outer loss, computes with tensors on two devices, such as a batch that it closes "
+        "over. Move them to that of the parameters, by .to(device)."
+    ),
     r"derivative for '?(?:aten::)?_?(\w+?)(?:_backward)?'? is not implemented": (
         "torch has no derivative, or no second one, of {0}, which the loss uses and an unrolled "
         "hypergradient needs. Write it out in other operations (an embedding bag is a mean of embeddings, "

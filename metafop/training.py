@@ -112,6 +112,8 @@ class Training:
         try:
             grads, value, buffers = loss_gradient(objective, carry.params, recorded)
         except (RuntimeError, IndexError) as error:
+            given = {"batch": batch, "carry": carry.buffers, "meta": leaves}
+            torch_errors.explain_devices(error, carry.params, given)
             torch_errors.explain(error)
             raise
         validation.unwritten(carry.params, leaves, versions)
@@ -194,13 +196,14 @@ class Training:
         return self._rule.credit(meta.hyper, memory, grads)
 
     def check(self, meta: Meta, carry: Carry) -> None:
-        """Refuse a `meta` that was made for other parameters than those of `carry`."""
+        """Refuse a `meta` that was made for other parameters than those of `carry`, or on another device."""
         validation.same_tree(meta, carry)
+        validation.same_device(meta, carry.params)
         if tree.is_transforming():  # where vmap forbids the random numbers that a family may start from
             return
         for name, param in carry.params.items():
             family = self._family(name)
-            expected = tree.map(lambda x: x.shape, family.init(param, Generator(param.device)))
+            expected = tree.map(lambda x: x.shape, family.init(param, Generator()))
             found = tree.map(lambda x: x.shape, meta.precond[name])
             if expected != found:
                 raise ValueError(

@@ -197,8 +197,14 @@ def is_tracked(x: Tensor) -> bool:
 
 
 def is_concrete(x: Tensor) -> bool:
-    """Return whether `x` holds one value that Python may look at (under `vmap` it holds many)."""
-    return not is_batchedtensor(x) and x.device.type != "meta"
+    """Return whether `x` holds one value: under `vmap` it holds many, and a meta or fake tensor none."""
+    inner = unwrapped(x)
+    return not (is_batchedtensor(x) or inner.is_meta or isinstance(inner, FakeTensor))
+
+
+def is_known(x: Tensor) -> bool:
+    """Return whether Python may look at `x` here: inside transforms and compiled code it may not."""
+    return not torch.compiler.is_compiling() and not is_transforming() and is_concrete(x)
 
 
 def is_transforming() -> bool:
@@ -227,9 +233,8 @@ def is_without_grad_from(level: int) -> bool:
 
 
 def is_surely(condition: Tensor) -> bool:
-    """Return whether a `condition` is known to hold: inside transforms and compiled code it is not known."""
-    unknown = torch.compiler.is_compiling() or is_transforming() or isinstance(condition, FakeTensor)
-    return not unknown and bool(condition)
+    """Return whether a `condition` is known to hold."""
+    return is_known(condition) and bool(condition)
 
 
 def batch_levels() -> int:

@@ -193,11 +193,11 @@ class Unrolled:
         """Return whether an estimate passes every test, and what each found, with a note if it does not."""
         given = (self.training, outer_loss, meta, carry, batches)
         estimated = Estimated(self.estimator, *given, self._learn_of_meta, estimate)
-        passed, found, notes = torch.tensor(True), {}, []
+        passed, found, notes = torch.ones_like(estimate.value, dtype=torch.bool), {}, []
         for test in self.trust:
             verdict = test(estimated)
             passed, found[f"trust/{verdict.name}"] = passed & verdict.passed, verdict.measured
-            if not tree.is_transforming() and not verdict.passed:
+            if tree.is_surely(~verdict.passed):
                 notes.append(
                     f"Nothing is learned from this estimate: its {verdict.name} is {verdict.measured:.3g}, "
                     f"and {test} asks for {verdict.asked}."

@@ -96,6 +96,13 @@ def params(params: Params) -> None:
                 f"The parameter {name!r} is an nn.Parameter, which would record the history of every step. "
                 "Pass its detach(), or what functional.from_module returns."
             )
+    first, device = next((name, param.device) for name, param in params.items())
+    for name, param in params.items():
+        if param.device != device:
+            raise ValueError(
+                f"The parameter {first!r} is on {device} and {name!r} on {param.device}, and training needs "
+                f"them on one device. Move the model to one: model.to({str(device)!r})."
+            )
 
 
 def buffers(buffers: Buffers) -> None:
@@ -164,6 +171,16 @@ def same_tree(meta: Meta, carry: Carry) -> None:
         )
     tensors("hyper", meta.hyper)
     tensors("loss", meta.loss)
+
+
+def same_device(meta: Meta, params: Params) -> None:
+    device = next(iter(params.values())).device
+    for name, leaf in tree.named(meta).items():
+        if leaf.device != device:
+            raise ValueError(
+                f"{name} of meta is on {leaf.device}, and the parameters are on {device}. Move meta: "
+                f"metafop.tree.map(lambda x: x.to({str(device)!r}), meta)."
+            )
 
 
 def tensors(name: str, x: Any) -> None:

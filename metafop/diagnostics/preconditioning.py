@@ -161,7 +161,7 @@ def weights(p: Tensor, kernel: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     >>> own, neighbours, distant
     (tensor(1.), tensor(0.), tensor(0.))
     """
-    steps = _steps(kernel).to(p.device)
+    steps = _steps(kernel, p.device)
     return _mean(p, steps == 0), _mean(p, steps == 1), _mean(p, steps > 1)
 
 
@@ -193,14 +193,15 @@ def _eigenvalues(family: Inspectable, m: Tree) -> Tensor:
     return torch.where(finite, family.eigenvalues(usable).sort().values, torch.nan)
 
 
-def _steps(kernel: Sequence[int]) -> Tensor:
+def _steps(kernel: Sequence[int], device: torch.device) -> Tensor:
     """Return how many steps along the axes lie between each two positions of the kernel, row by row."""
-    positions = torch.ones(*kernel).nonzero()  # (n, axes)
+    along = [torch.arange(size, device=device) for size in kernel]
+    positions = torch.stack(torch.meshgrid(*along, indexing="ij"), -1).flatten(0, -2)  # (n, axes)
     return (positions[:, None] - positions).abs().sum(-1)
 
 
 def _mean(p: Tensor, pairs: Tensor) -> Tensor:
-    return torch.where(pairs, p, 0.0).sum() / max(int(pairs.sum()), 1)
+    return torch.where(pairs, p, 0.0).sum() / pairs.sum().clamp(min=1)
 
 
 def unit(x: Tensor) -> Tensor:

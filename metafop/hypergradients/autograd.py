@@ -95,7 +95,7 @@ class Autograd:
             buffers = missed.note(partial(value_of, outer_loss, meta), after, value)
             notes = (*how.notes, *second.notes, *on_leaves, buffers)
             info = unroll_info(after, value, grads, values, notes=notes)
-        if not tree.is_transforming() and info["overflow"] == 0:  # a graph does not tell where it overflowed
+        if tree.is_known(value) and info["overflow"] == 0:  # a graph does not tell where it overflowed
             info = adjoint(training, outer_loss, meta, carry, batches).info
         return Estimate(value, grads, tree.derivative(carry, d_start), after, info)
 

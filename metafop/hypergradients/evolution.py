@@ -173,8 +173,8 @@ class Evolution:
         learned = tree.named(meta) if self.learn is None else leaf_names.named("Evolution", self.learn, meta)
         passing = leaf_names.times(meta)
         leaves = {k: _Leaf(x, leaf_names.domain(training, k)) for k, x in learned.items() if k not in passing}
-        stuck = [k for k, leaf in leaves.items() if not leaf.inside.all()]
-        if all(not leaf.inside.any() for leaf in leaves.values()):
+        stuck = [k for k, leaf in leaves.items() if tree.is_surely(~leaf.inside.all())]
+        if all(tree.is_surely(~leaf.inside.any()) for leaf in leaves.values()):
             raise ValueError(
                 f"Evolution has nothing to perturb: {', '.join(learned)} lie on the boundary of their range, "
                 "or are times, which pass. Name something in learn that can move."
@@ -281,7 +281,7 @@ def _overflow(values: Tensor, kept: Tensor) -> tuple[int, str]:
     """Return the step at which a loss was not finite first, or -1, and a sentence."""
     plus, minus = values.isfinite().chunk(2)
     finite = torch.cat([plus & minus, kept[:, None]], 1)  # (pairs, T + 1)
-    if finite.all():
+    if not tree.is_surely(~finite.all()):
         return -1, ""
     step, steps = int((~finite.all(0)).nonzero()[0]), values.shape[1]
     seen, out = int((~finite.all(1)).sum()), int((~kept).sum())

@@ -169,7 +169,7 @@ def left_out(meta: Meta, learned: leaf_names.Leaves, found: Meta | tuple[()] = (
 
 
 def _is_read(d: Tensor) -> bool:
-    return not tree.is_transforming() and bool(d.count_nonzero())
+    return tree.is_surely(d.any())
 
 
 forward = Forward()
@@ -231,7 +231,7 @@ def _by_place(
 
 def _overflow(info: dict[str, Any], found: leaf_names.Leaves) -> dict[str, Any]:
     """Return info with a note if the hypergradient overflowed where training did not."""
-    if tree.is_transforming() or info["overflow"] >= 0 or tree.all_finite(found):
+    if not tree.is_known(info["tangents"]) or info["overflow"] >= 0 or tree.all_finite(found):
         return info
     steps = len(info["values"])
     step = next((t for t, size in enumerate(info["tangents"]) if not size.isfinite()), steps)

@@ -137,7 +137,7 @@ class Implicit:
             buffers = missed.note(partial(value_of, outer_loss, meta), after, outer.value)
         grads = detached(outer.d_meta._replace(loss=d_loss))
         notes = [*how.notes, *second.notes, *on_leaves, buffers, _MINIMUM]
-        if not tree.is_transforming() and tree.all_finite((after.params, outer.cotangent)):
+        if tree.is_surely(tree.all_finite((after.params, outer.cotangent))):
             notes += found.notes(self.solver)
         info = unroll_info(after, outer.value, grads, values, notes=notes)
         return Estimate(outer.value, grads, (), after, info | found.info)
@@ -239,7 +239,7 @@ def _in_params(carry: Any, cotangent: list[Tensor]) -> list[Tensor]:
     """Return the part of a cotangent that is of parameters, or refuse one that is of more."""
     places = tree.param_places(len(cotangent), tree.partition(carry)[1])
     rest = [x for i, x in enumerate(cotangent) if i not in places]
-    if not tree.is_transforming() and any(x.count_nonzero() for x in rest):
+    if any(tree.is_surely(x.any()) for x in rest):
         raise ValueError(
             "The outer loss depends on the optimizer's state, which no minimum of the loss determines. "
             "Compute it from carry.params, or use adjoint."

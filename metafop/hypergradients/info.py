@@ -28,7 +28,7 @@ def unroll_info(
     if cotangents:
         sizes = info["cotangents"] = torch.stack(list(cotangents))
         info["growth"] = (sizes[0] / sizes[-1]) ** (1 / len(values))
-    if tree.is_transforming():  # where no value may be looked at
+    if not tree.is_known(value):
         return info | {"notes": ()}
     step, note = overflow(info["values"], after.params, value, grads, info.get("cotangents"))
     return info | {"overflow": torch.tensor(step), "notes": tuple(each for each in (note, *notes) if each)}

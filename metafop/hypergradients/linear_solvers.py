@@ -103,7 +103,7 @@ class ConjugateGradients:
         z = r / scale
         p, size = z, r @ z
         going, taken = r.norm() > allowed, torch.zeros_like(size)
-        largest, negative, singular = torch.zeros_like(size), torch.tensor(False), torch.tensor(False)
+        largest, negative, singular = taken, torch.zeros_like(going), torch.zeros_like(going)
         for _ in range(self.iterations):
             if tree.is_surely(~going):
                 break

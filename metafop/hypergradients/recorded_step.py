@@ -80,10 +80,10 @@ def _bytes_recorded(training: Trains, _: Any, meta: Meta, carry: Any, batch: Bat
 bytes_recorded = PerTraining(_bytes_recorded)  # for batches of some shapes
 
 
-def _storages(x: Any) -> dict[int, int]:
-    """Return the bytes of each storage of these tensors, by place."""
+def _storages(x: Any) -> dict[torch.UntypedStorage, int]:
+    """Return the bytes of each storage of these tensors, by storage."""
     tensors = [leaf for leaf in tree.leaves(x) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
-    return {s.data_ptr(): s.nbytes() for s in (leaf.untyped_storage() for leaf in tensors)}
+    return {s: s.nbytes() for s in (leaf.untyped_storage() for leaf in tensors)}
 
 
 def _saved(outputs: Iterable[Tensor]) -> list[Tensor]:

@@ -195,9 +195,9 @@ def _path(training: Trains, meta: Meta, carry: Any, batches: Batches) -> _Path:
             "reversible needs a Training whose optimizer can be undone, such as ReversibleMomentum(), "
             f"got {found}. Use adjoint, or with little memory Adjoint(keep='log')."
         )
-    if tree.is_transforming():
+    if not all(map(tree.is_known, tree.leaves(meta))):
         raise TypeError(
             "reversible reads values, to see when a store is full, and was called inside vmap, grad or "
-            "another transform of torch.func. Call it outside, or use adjoint."
+            "another transform of torch.func, or on a device without values. Call it outside, or use adjoint."
         )
     return _Path(training, training.optimizer, meta, carry, batches)

@@ -66,7 +66,7 @@ class Truncated:
 
     def _overflow(self, windows: list[Estimate]) -> dict[str, Any]:
         """Return the notes of all windows, each once, and the first step of all that overflowed."""
-        if tree.is_transforming():
+        if not tree.is_known(windows[0].value):
             return {"notes": ()}
         first, notes = -1, {}
         for start, window in zip(count(step=self.steps), windows, strict=False):

@@ -35,7 +35,8 @@ def of_preconditioners(step: GroupStep, params: list[ParamStep]) -> dict[str, li
         # In one call for all: at the size of small networks a call takes longer than the arithmetic.
         slopes = torch._foreach_norm([cotangents[one.spec.key] for one in params])
         for one, slope, moved in zip(params, slopes, _displacements(params), strict=True):
-            divisors[one.spec.key] *= largest_change(_number(slope), _number(moved))
+            change = largest_change(_number(slope), _number(moved))
+            divisors[one.spec.key] = divisors[one.spec.key] * change  # not in place: it may be on the CPU
     result = {}
     for one in params:
         h, divisor = pulled[one.spec.key], divisors[one.spec.key]

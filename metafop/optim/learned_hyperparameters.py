@@ -55,9 +55,9 @@ def _make_entries(step: GroupStep, name: str, meta: MetaOptimizer) -> None:
 
 
 def _value(step: GroupStep, name: str) -> Any:
-    """Return x(z(x₀) + z), as a number or tensor as x₀ is; zero stays zero, and on meta z has no value."""
+    """Return x(z(x₀) + z), as a number or tensor as x₀ is; zero stays, as does all where z has no value."""
     value, offset = step.group[name], step.entries[state.setting_keys(name).offset]
-    if base_optimizers.is_zero(value) or offset.is_meta:
+    if base_optimizers.is_zero(value) or not tree.is_concrete(offset):
         return value
     start = base_optimizers.scalar(value, offset.dtype)
     moved = _DOMAINS[name].moved(start, torch.zeros_like(offset), offset)

@@ -215,7 +215,9 @@ def _filled(i: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[
             f"Group {i} was saved with preconditioner={filled['preconditioner']!r}, and here it has "
             f"{group['preconditioner']!r}. Make the optimizer with the one that was saved."
         )
-    return filled
+    if not group["params"]:
+        return filled
+    return {k: _copy(v, group["params"][0]) if k.startswith(PREFIX) else v for k, v in filled.items()}
 
 
 def _copy(value: Any, param: Tensor) -> Any:

@@ -61,7 +61,7 @@ class seeded(TorchFunctionMode):
         if name in _EMPTY:
             # Under vmap over seeds, what is drawn into the tensor has their batch dimension.
             made = func(*args, **kwargs)
-            return torch.where(self.numbers.seed == 0, made, made)
+            return torch.where(self.numbers.seed.to(made.device) == 0, made, made)
         _refuse(name, kwargs)
         if not torch.compiler.is_compiling() and tree.batch_levels() > self.batch_levels:
             raise ValueError(

@@ -41,9 +41,9 @@ class Numbers:
 
     def bits(self, shape: Sequence[int], device: torch.device | None = None) -> Tensor:
         """Return integers from 0 to 2³² - 1, those of the next call."""
-        first, second = [mix(key ^ self.calls) for key in self.keys]
-        self.calls += 1
         index = torch.arange(math.prod(shape), device=device).reshape(tuple(shape))
+        first, second = [mix(key ^ self.calls).to(index.device) for key in self.keys]
+        self.calls += 1
         return mix(mix(index ^ first) ^ second)
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:

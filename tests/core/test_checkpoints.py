@@ -3,7 +3,7 @@
 import importlib
 import os
 import pickle
-import sys
+import pkgutil
 import zipfile
 from collections import namedtuple
 from dataclasses import dataclass
@@ -207,7 +207,8 @@ def test_what_could_not_be_read_later_is_refused_before_the_first_step(tmp_path)
 
 
 def test_torch_load_reads_every_state_of_the_library():
-    modules = [importlib.import_module(name) for name in list(sys.modules) if name.startswith("metafop.")]
+    names = [module.name for module in pkgutil.walk_packages(metafop.__path__, "metafop.")]
+    modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
     found = {
         x
         for module in modules

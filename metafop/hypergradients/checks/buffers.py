@@ -31,8 +31,8 @@ class MissedBuffers:
         self, training: Trains, meta: Meta, start: Any, steps: int, skip: Skip, continued: bool = False
     ) -> None:
         self.training, self.meta, self.start, self.continued = training, meta, start, continued
-        checked = "buffers" not in skip and not tree.is_transforming() and (steps > 1 or continued)
-        self.outer = checked and any(tree.is_inexact(b) for b in start.buffers.values())
+        checked = "buffers" not in skip and (steps > 1 or continued)
+        self.outer = checked and any(tree.is_inexact(b) and tree.is_known(b) for b in start.buffers.values())
         steps_seen = {steps - 1} if continued else {t for t in (2, steps - 1) if t > 1}
         self.steps = steps_seen if self.outer else set()
         self.names: frozenset[str] = frozenset()

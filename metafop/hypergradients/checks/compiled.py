@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+from torch.overrides import TorchFunctionMode
 
 Leaves = list[Any]
 Function = Callable[..., tuple[Leaves, ...]]
@@ -15,15 +16,18 @@ Function = Callable[..., tuple[Leaves, ...]]
 def check_agreement(compiled: Sequence[Leaves], function: Function, groups: Sequence[Leaves]) -> None:
     """Refuse what was compiled if it differs from `function(*groups)` by more than rounding does.
 
-    Rounding may do √eps of a tensor and 10⁴ eps of all in its list; where that is passed, a hundred times
-    what the function itself does if each number it is given is moved by eps: Adam's first step, for one,
-    makes a sign of a gradient that is nothing but rounding.
+    Rounding may do √eps of a tensor and 10⁴ eps of all in its list; where that is passed, eps is that of the
+    coarsest type that is computed in, as under autocast, and a hundred times as much is allowed as the
+    function itself does if each number it is given is moved by eps: Adam's first step, for one, makes a sign
+    of a gradient that is nothing but rounding.
     """
     plain = _numbers(function, groups)
-    allowed = [[_rounding(x, group) for x in group] for group in plain]
+    allowed = _allowed(plain)
     if _worst(compiled, plain, allowed) is None:
         return
-    if _worst(_numbers(function, groups), plain, allowed) is not None:
+    with Coarsest() as coarsest:
+        again = _numbers(function, groups)
+    if _worst(again, plain, allowed) is not None:
         raise ArithmeticError(
             "A step comes out different when it is taken again, as with random numbers (pass seeded=True to "
             "functional.from_module or functional.plain) or a counter in the loss. Make the loss a function "
@@ -32,7 +36,7 @@ def check_agreement(compiled: Sequence[Leaves], function: Function, groups: Sequ
     moved = _numbers(function, _moved(groups))
     allowed = [
         [limit + 100 * _gap(x, y) for limit, x, y in zip(*lists, strict=True)]
-        for lists in zip(allowed, plain, moved, strict=True)
+        for lists in zip(_allowed(plain, coarsest.eps), plain, moved, strict=True)
     ]
     if worst := _worst(compiled, plain, allowed):
         x, y = worst
@@ -41,6 +45,22 @@ def check_agreement(compiled: Sequence[Leaves], function: Function, groups: Sequ
             "largest difference: torch's compiler is wrong about an operation in the loss, or the loss reads "
             "what changes from call to call. Pass compile=False."
         )
+
+
+class Coarsest(TorchFunctionMode):
+    """A context that finds the eps of the coarsest floating-point type that is computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 0.0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.eps = max(self.eps, torch.finfo(result.dtype).eps)
+        return result
 
 
 def _numbers(function: Function, groups: Iterable[Leaves]) -> list[Leaves]:
@@ -77,10 +97,15 @@ def _gap(x: Tensor, y: Tensor) -> float:
     )
 
 
-def _rounding(x: Tensor, group: Leaves) -> float:
+def _allowed(groups: Sequence[Leaves], least: float = 0.0) -> list[Leaves]:
+    """Return what rounding may do to each tensor, its eps being `least` or more."""
+    return [[_rounding(x, group, least) for x in group] for group in groups]
+
+
+def _rounding(x: Tensor, group: Leaves, least: float) -> float:
     if not x.is_floating_point():
         return 0.0
-    eps = torch.finfo(x.dtype).eps
+    eps = max(torch.finfo(x.dtype).eps, least)
     return eps**0.5 * _size([x]) + min(1e4 * eps, 0.1) * _size(group)
 
 

@@ -92,7 +92,8 @@ class SecondDerivative:
 def second_derivative(training: Trains, meta: Meta, over: Over, skip: Skip) -> Iterator[SecondDerivative]:
     """A context in which losses are watched while they are differentiated."""
     with stopped_gradients.recording() as record:
-        yield SecondDerivative(training, meta, over, "hessian" in skip or tree.is_transforming(), record)
+        unknown = tree.is_transforming() or not all(map(tree.is_concrete, tree.leaves(meta)))
+        yield SecondDerivative(training, meta, over, "hessian" in skip or unknown, record)
 
 
 Key = tuple[frozenset[str], int, Over]
@@ -109,7 +110,7 @@ def _left_out_of(training: Trains, key: Key, meta: Meta, carry: Any, batch: Batc
     rounding = torch.finfo(noises[0].dtype).eps ** 0.5
     sizes = _sizes(whole, rest, rounding)
     gaps = [torch.linalg.vector_norm(a - b) / size for a, b, size in zip(whole, rest, sizes, strict=True)]
-    gap = float(torch.stack(gaps).amax())
+    gap = float(torch.stack(gaps).amax().detach())
     return gap if gap > rounding and math.isfinite(gap) else 0.0
 
 
@@ -177,7 +178,7 @@ def _gap_of(training: Trains, meta: Meta, carry: Any, batch: Batch, over: Over) 
             last, h = _dot(found, across), h / 8
             found = slope(h)
             if not (_dot(found, across) - last).abs() > 0.1 * gap:
-                return float(gap)
+                return float(gap.detach())
     return 0.0  # the slope depends on h, as where a ReLU changes its sign: it tells nothing
 
 

@@ -39,7 +39,7 @@ def look_at_leaves(
     if not inputs.leaves:
         return ()
     check_leaves_used(training, inputs, outer_loss, batches)
-    if "hessian" in skip or tree.is_transforming():
+    if "hessian" in skip or not all(map(tree.is_known, inputs.leaves)):
         return ()
     gaps = _gaps(training, (tuple(inputs.names), over), meta, carry, batch_at(batches, 0))
     return tuple(
@@ -172,4 +172,4 @@ def _gap(training: Trains, inputs: Inputs, place: int, over: Over, batch: Batch)
                 return 0.0
             quotients.append(found)
     between = tree.norm(tree.map(torch.sub, *quotients))
-    return float(error / size) if between < 0.1 * error and bool(error.isfinite()) else 0.0
+    return float((error / size).detach()) if between < 0.1 * error and bool(error.isfinite()) else 0.0

@@ -16,6 +16,8 @@ def check_repeated(t: int, first: Sequence[Tensor], again: Sequence[Tensor], ato
     Both lists begin with the loss; bit for bit if `atol` is 0, and NaN is the same as NaN.
     """
     for x, y in zip(map(tree.unwrapped, first), map(tree.unwrapped, again), strict=False):
+        if not tree.is_concrete(x):
+            continue
         if torch.equal(x, y) or torch.allclose(x, y, rtol=0.0, atol=atol, equal_nan=True):
             continue
         what = "loss" if x is tree.unwrapped(first[0]) else "gradient"
@@ -60,6 +62,8 @@ def rounding(values: Sequence[Tensor]) -> list[float]:
     of the largest loss, or 1 if that is larger.
     """
     sizes = tree.unwrapped(torch.stack(list(values)).detach()).abs().double().nan_to_num(0.0, 0.0)
+    if not tree.is_concrete(sizes):
+        return len(values) * [0.0]
     eps = torch.finfo(values[0].dtype).eps
     slack = eps**0.5 * sizes + 100 * eps * sizes.amax().clamp(max=1)
     return slack.reshape(len(values), -1).amax(1).tolist()
