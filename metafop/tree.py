@@ -1,7 +1,6 @@
 """Arithmetic on trees of tensors, leaves by name, and in which transform of torch.func code runs.
 
-torch has neither trees nor the state of its transforms in public: its private functions for them are used
-here alone.
+torch has neither of these in public: its private functions for them are used here alone.
 """
 
 from collections.abc import Callable, Iterable, Sequence
