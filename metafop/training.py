@@ -203,7 +203,10 @@ class Training:
             return
         for name, param in carry.params.items():
             family = self._family(name)
-            expected = tree.map(lambda x: x.shape, family.init(param, Generator()))
+            there = (
+                param if param.is_cpu else torch.zeros_like(param, device="cpu")
+            )  # where a Generator draws
+            expected = tree.map(lambda x: x.shape, family.init(there, Generator()))
             found = tree.map(lambda x: x.shape, meta.precond[name])
             if expected != found:
                 raise ValueError(

@@ -87,7 +87,7 @@ def test_a_gpu_takes_the_steps_of_the_cpu_and_its_state_is_loaded_there(make, in
         there.train(optimizer, steps=5)
         torch.save(optimizer.state_dict(), tmp_path / "state.pt")
         ends[device] = {name: p.detach().cpu() for name, p in there.model.named_parameters()}
-    assert_near(ends["cuda"], ends["cpu"], rtol=1e-8)
+    assert_near(ends["cuda"], ends["cpu"], rtol=1e-6)
     optimizer = make(problem.params, interval=interval)
     optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     problem.train(optimizer, steps=2)
