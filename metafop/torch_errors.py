@@ -39,7 +39,7 @@ _KINDS = {"index": IndexError, "device": ValueError}
 # What torch says when torch.func cannot do something, and what is to be done about it.
 _KNOWN = {
     r"expected scalar type (\w+) but found (\w+)": (
-        "The loss mixes {0} with {1}. Convert what it is given to one type; and if that is done, use adjoint: "
+        "The loss mixes {0} with {1}. Convert what it is given to one type; if that is done, use adjoint: "
         "torch cannot push batch norm's derivative forward under autocast."
     ),
     r"on the same device|not on the expected device|different devices": (
