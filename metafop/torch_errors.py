@@ -39,8 +39,8 @@ _KINDS = {"index": IndexError, "device": ValueError}
 # What torch says when torch.func cannot do something, and what is to be done about it.
 _KNOWN = {
     r"expected scalar type (\w+) but found (\w+)": (
-        "torch cannot differentiate the loss in this order: it mixes {0} with {1}, as batch norm does under "
-        "autocast. Use adjoint, or leave batch norm out of autocast."
+        "The loss mixes {0} with {1}. Convert what it is given to one type; if that is done, use adjoint: "
+        "torch cannot push batch norm's derivative forward under autocast."
     ),
     r"on the same device|not on the expected device|different devices": (
         "The loss, or the outer loss, computes with tensors on two devices, such as a batch that it closes "

@@ -203,9 +203,8 @@ class Training:
             return
         for name, param in carry.params.items():
             family = self._family(name)
-            there = (
-                param if param.is_cpu else torch.zeros_like(param, device="cpu")
-            )  # where a Generator draws
+            # On the CPU, where every generator draws: only shapes are compared.
+            there = param if param.is_cpu else torch.zeros_like(param, device="cpu")
             expected = tree.map(lambda x: x.shape, family.init(there, Generator()))
             found = tree.map(lambda x: x.shape, meta.precond[name])
             if expected != found:

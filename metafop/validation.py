@@ -174,6 +174,7 @@ def same_tree(meta: Meta, carry: Carry) -> None:
 
 
 def same_device(meta: Meta, params: Params) -> None:
+    """Refuse a meta on another device than the parameters."""
     device = next(iter(params.values())).device
     for name, leaf in tree.named(meta).items():
         if leaf.device != device:
