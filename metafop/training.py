@@ -152,7 +152,10 @@ class Training:
         return Meta(d_hyper, d_precond, self._loss_pullback(meta, last, d_direction))
 
     def pullback_to_precond(self, meta: Meta, last: Last, cotangent: Params) -> Meta:
-        """Return `pullback` with zeros in all but the preconditioners: with credit it takes far less time."""
+        """Return `pullback` with zeros for all of `meta` but the preconditioners: it takes far less time.
+
+        It is the derivative of ⟨`cotangent`, params after the `last` step⟩, too.
+        """
         families = {k: self._family(k) for k in meta.precond if type(self._family(k)) is not Identity}
         if type(self._rule) in _SEPARATE:
             cotangent = {k: cotangent[k] for k in families}

@@ -96,13 +96,18 @@ RULES = {
         ("hyper.weight_decay", "precond", "loss"),
     ),
     "Adam's weight decay with the other sign": Mutant(
-        Adam, "pullback", "= -lr * tree.dot(c, p)", "= lr * tree.dot(c, p)", adam, ("hyper.weight_decay",)
+        Adam,
+        "pullback",
+        "= at(gain, k) * tree.dot(c, p)",
+        "= -at(gain, k) * tree.dot(c, p)",
+        adam,
+        ("hyper.weight_decay",),
     ),
     "Adam without the derivative of a correction": Mutant(
-        Adam, "pullback", "part.ahead) * t * beta1", "part.ahead) * beta1", adam, ("hyper.betas.0",)
+        Adam, "pullback", "part.ahead) * t * power1", "part.ahead) * power1", adam, ("hyper.betas.0",)
     ),
     "Adam with half of the second moment": Mutant(
-        Adam, "pullback", "(2 * (1 - beta2)", "((1 - beta2)", adam, ("precond", "loss")
+        Adam, "pullback", "(2 * number.rest2", "(number.rest2", adam, ("precond", "loss")
     ),
     "P's derivative without its transpose": Mutant(
         gram, "pullback_crossed", "(x + x.mT)", "(2 * x)", rule, ("precond",)

@@ -37,8 +37,8 @@ def test_bench_unroll_measures_every_method_over_the_best_peer(tmp_path):
             "--no-isolated",
             "--no-jax",
             "--checked",
-            "2",
             "3",
+            "5",
         ]
     )
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -50,7 +50,8 @@ def test_bench_unroll_measures_every_method_over_the_best_peer(tmp_path):
             other = (case, method) == ("transformer_t2", "higher")
             assert summary[f"{case}_{method}_error"] < (0.1 if other else 1e-10)
         assert summary[f"{case}_{summary[f'{case}_best_peer_memory']}_memory_vs_best_peer"] == 1.0
-    assert summary["checks_mlp_eager_t2_bytes"] == summary["checks_cnn_eager_t3_bytes"] == 0
+    for net in ("mlp", "cnn"):  # they hold one step more at the most, however many there are
+        assert summary[f"checks_{net}_eager_t3_bytes"] == summary[f"checks_{net}_eager_t5_bytes"]
     assert {
         f"checks_{net}_{kind}_t3_percent" for net in ("mlp", "cnn") for kind in ("eager", "first")
     } <= summary.keys()
