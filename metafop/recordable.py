@@ -35,6 +35,8 @@ class Recordable(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_compiling():  # a function that is compiled inside the loss would trace this mode
+            raise NotRecordable
         kwargs = kwargs or {}
         kind = _kind(func)
         if kind == "writes":

@@ -215,3 +215,20 @@ def test_functional_losses_with_a_seed_are_recorded():
         5 * [torch.ones(3, 4, dtype=torch.float64)],
     )
     assert_near(adjoint(*given).grads.hyper.lr, slope(given), rtol=1e-6)
+
+
+def swished(z):
+    return (z.tanh() * z.sigmoid() * z).square() * torch.exp(-z * z)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@every("build", {"scripted": torch.jit.script, "compiled": torch.compile})
+def test_a_function_that_is_built_inside_the_loss_gives_the_numbers_of_the_function(build):
+    """A compiler that traced the mode in which losses are watched would get them wrong."""
+    built = build(swished)
+    ours, expected = (window(lambda z, y, count, f=f: (f(z) - y).square().mean()) for f in (built, swished))
+    training, _, meta, carry, batches = ours
+    plain = expected[0].evaluate(meta, carry, batches[0])
+    assert_near(training.evaluate(meta, carry, batches[0]).grads, plain.grads, rtol=1e-12)
+    for estimator in (adjoint, autograd):
+        assert_near(estimator(*ours).grads.hyper, estimator(*expected).grads.hyper, rtol=1e-10)
