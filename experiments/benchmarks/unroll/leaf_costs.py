@@ -35,9 +35,9 @@ def weighted(model: nn.Module, batch: Batch, weights: Tensor) -> Tensor:
 def costs(cases: dict[str, Case], steps: int, seed: int, compiled: bool, take_turns: Turns) -> Summary:
     """Return time and memory with a leaf learned over those without, for each case, leaf and estimator."""
     figures: Summary = {}
-    ways = {"eager": Adjoint(), "sqrt_eager": Adjoint(keep="sqrt")}
+    ways = {"eager": Adjoint(keep="all"), "sqrt_eager": Adjoint(keep="sqrt")}
     if compiled:
-        ways |= {"fast": Adjoint(compile=True), "frugal": Adjoint(keep="sqrt", compile=True)}
+        ways |= {"fast": Adjoint(keep="all", compile=True), "sqrt": Adjoint(keep="sqrt", compile=True)}
     for name, case in cases.items():
         unroll = case._replace(horizon=steps).unroll(seed)
         leaves = {
