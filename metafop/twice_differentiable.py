@@ -24,27 +24,14 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    fused: bool = False,
 ) -> Tensor:
     """softmax(q kᵀ scale + mask) v, by torch's own unfused form: its fused one has no second derivative.
 
-    Outside of transforms it is fused where its second derivative is written out.
+    fused: whether it may be fused, outside of transforms, where its second derivative is written out.
     """
-    if not tree.is_transforming() and serves(query, key, value, attn_mask, dropout_p):
+    if fused and not tree.is_transforming() and serves(query, key, value, attn_mask, dropout_p):
         return fused_attention(query, key, value, is_causal, scale)
-    return unfused_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
-
-def unfused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """The same, unfused."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
     unfused = torch.ops.aten._scaled_dot_product_attention_math
@@ -85,12 +72,12 @@ class TwiceDifferentiable(TorchFunctionMode):
         written_out = _WRITTEN_OUT.get(func)
         self.used = self.used or written_out is not None
         if self.fused and func is F.scaled_dot_product_attention:
-            return attention(*args, **(kwargs or {}))
+            return attention(*args, **(kwargs or {}), fused=True)
         return (written_out or func)(*args, **(kwargs or {}))
 
 
 _multi_head_attention = unasked(F.multi_head_attention_forward)
 _WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
-    F.scaled_dot_product_attention: unfused_attention,
+    F.scaled_dot_product_attention: attention,
     torch._weight_norm: weight_norm,
 }

@@ -42,9 +42,9 @@ class Adjoint:
     keep: how much waits for the backward pass: "all" that steps back need, so that no step is taken twice;
         with "sqrt" the least with which none is taken more than twice, and with "cbrt" more than three times,
         about √(2T) and ∛(6T) carries (or 16); with "log" about log₂ T carries, and steps are taken more often
-        (docs/math.md, 20). (None, which is "sqrt"; or "all" inside a transform of torch.func, where a step
-        back takes its step again and needs its carry alone.) Besides there are always the last carry and what
-        one step back needs.
+        (docs/math.md, 20). (None, which is "sqrt"; or "all" where torch.func takes the steps, as inside a
+        transform: there a step back takes its step again and needs its carry alone.) Besides there are always
+        the last carry and what one step back needs.
     memory: instead, a budget in bytes: as much is kept as fits; with both, `keep` is refused if it needs more
         (None, no limit).
     compile: builds the steps, forward and back, by torch's compiler: once for a training and for each shape

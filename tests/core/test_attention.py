@@ -9,13 +9,13 @@ from memory import peak_of_tensors
 from problems import every
 
 from metafop.attention import ROWS, fused_attention, serves
-from metafop.twice_differentiable import unfused_attention
+from metafop.twice_differentiable import attention
 
 SIZES = {"few": (5, 5), "more keys": (3, 9), "more queries": (9, 3), "blocks": (2 * ROWS + 3, 2 * ROWS + 3)}
 
 
 causal: Any = partial(fused_attention, is_causal=True, scale=None)
-unfused_causal: Any = partial(unfused_attention, is_causal=True)
+unfused_causal: Any = partial(attention, is_causal=True)
 
 
 def derivatives(attend: Any, tensors, cotangents):
@@ -46,7 +46,7 @@ def test_its_two_derivatives_are_those_of_the_unfused(sizes, scale, is_causal, g
     tensors, cotangents = given(sizes, generator)
     assert serves(*tensors, attn_mask=None, dropout_p=0.0)
     found = derivatives(partial(fused_attention, is_causal=is_causal, scale=scale), tensors, cotangents)
-    expected = derivatives(partial(unfused_attention, is_causal=is_causal, scale=scale), tensors, cotangents)
+    expected = derivatives(partial(attention, is_causal=is_causal, scale=scale), tensors, cotangents)
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
 

@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 from problems import assert_near, every
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from metafop import SGD, Adam, Training, functional
+from metafop import SGD, Adam, Training, functional, tree
 from metafop.hypergradients import Adjoint, adjoint
 from metafop.hypergradients.checks.compiled import check_agreement
 
@@ -156,3 +157,34 @@ def test_adam_on_an_idle_bias_passes(dtype, generator):
     carry = training.init({"w": carry.params["w"].to(dtype)})
     meta = training.init_meta(carry.params, lr=0.01)
     COMPILED(training, outer_loss, meta, carry, batches)
+
+
+LAYOUTS = {"as they are": lambda x: x, "transposed": lambda x: x.mT.contiguous().mT}
+
+
+@every("layout", LAYOUTS)
+def test_large_products_of_single_precision_are_given_to_onednn(layout, single_precision, generator):
+    from metafop.hypergradients.matrix_products import ByOneDNN
+
+    def products(a, b, c, few):
+        return a @ b, torch.addmm(c, a, b), torch.addmm(c[0], a, b), few @ few
+
+    sizes = ((128, 160), (160, 96), (128, 96), (4, 4))
+    given = [layout(torch.randn(size, generator=generator)) for size in sizes]
+    graph = make_fx(products, tracing_mode="fake")(*given)
+    ByOneDNN()(graph.graph)
+    graph.recompile()
+    targets = [node.target for node in graph.graph.nodes]
+    assert targets.count(torch.ops.mkldnn._linear_pointwise.default) == 3
+    assert targets.count(torch.ops.aten.mm.default) == 1
+    for x, y in zip(graph(*given), products(*(x.double() for x in given)), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
+
+
+@every("layout", LAYOUTS)
+def test_compiled_steps_with_large_products_are_right(layout, single_precision, generator):
+    x = layout(torch.randn(128, 160, generator=generator))
+    given = window(lambda params, x: (x @ params["w"]).tanh().square().mean(), (160, 96), x)
+    training, outer_loss, *others = given
+    expected = adjoint(training, outer_loss, *tree.map(torch.Tensor.double, others))
+    assert_near(tree.map(torch.Tensor.double, COMPILED(*given).grads), expected.grads, rtol=1e-4)
